@@ -148,10 +148,8 @@ class DecoderAttention:
 
     def devices(self, model: PreTrainedModel) -> list[torch.device]:
         """Device of every layer with rows, of a model that may be spread over several; its own where it has no modules."""
-        modules, paths = (
-            dict(decoder_of(model).named_modules()),
-            {c.layer: c.module for c in self.calls if not c.shared},
-        )
+        modules = dict(decoder_of(model).named_modules())
+        paths = {call.layer: call.module for call in self.calls if not call.shared}
         layers = [modules.get(paths[layer]) for layer in range(self.spec.n_layers)]
         return [(None if layer is None else device_of(layer)) or model.device for layer in layers]
 

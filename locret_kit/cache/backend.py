@@ -216,6 +216,7 @@ def _say_without_kernels(head_size: int) -> None:
 
 
 REFERENCE = Backend()
+"""The definitions, where no other backend will do."""
 BACKENDS: Registry[Backend] = Registry("backend")
 """Backends by name, one of each."""
 for backend in (REFERENCE, TritonBackend(), CpuBackend()):

@@ -27,9 +27,9 @@ from ..hub import OneRetryLine
 from ..naming import first_line, install_line, prefixed_errors
 from ..processes import choose_threads
 from ..settings import RunSettings, annotations_of, choices
-from ..text.converters import ENCODED, is_encoded
+from ..text.converters import ENCODED, LIMIT, is_encoded
 from ..text.folder import read_folder
-from ..text.reader import LIMIT, convert, is_converted
+from ..text.reader import convert, is_converted
 
 P = ParamSpec("P")
 _RETRIES = OneRetryLine()

@@ -39,7 +39,7 @@ ASKED = "rereading-locret"
 """The default policy with the demo's heads, if the text is read only for its questions."""
 
 
-LONGEST = 4
+MANY_WINDOWS = 4
 """Windows of the model beyond which single facts of a text are often missed, whatever the budget."""
 
 
@@ -109,7 +109,7 @@ class ModelChoice:
                 few = too_few(resolved.budget, len(ids))
                 lines.append(few and f"warning: {few}")
                 window = getattr(text_config(model), "max_position_embeddings", None) or len(ids)
-                if len(ids) >= LONGEST * window and self.policy.reread is None:
+                if len(ids) >= MANY_WINDOWS * window and self.policy.reread is None:
                     again = "; --policy rereading-locret finds more" if self.heads is not None else ""
                     times = f"{len(ids) // window} times the model's window of {window:,}"
                     lines.append(f"warning: {len(ids):,} tokens are {times}: single facts are often missed{again}")

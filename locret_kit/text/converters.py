@@ -9,6 +9,8 @@ import re
 from io import BytesIO
 from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 
+LIMIT = 256 * 2**20
+"""Bytes of a document, at most; and bytes that a .docx or .epub, which is a zip archive, holds unpacked."""
 LACKS = "converted: notes, forms, columns, numbering or equations may be missing; a .txt is read as it is"
 """The line about every converted file."""
 _BASE64 = re.compile(r"(?<![A-Za-z0-9+/])(?:(?:[A-Za-z0-9+/]{60,80}={0,2}(?:\\n|\s){1,4}){10}|[A-Za-z0-9+/]{2000})")

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from ..files import POINTER, read_utf8
+from .converters import LIMIT
+
 HEADING = "# File: {path}\n"
 """The line above a file; heads are trained with it too (samples/wording.yaml)."""
-MOST = 100 << 20
-"""Maximum bytes of a file, as of a document."""
 NAMED = 5
 """Files that were left out and are named in the note; the others are counted."""
 
@@ -23,8 +24,8 @@ def read_folder(
 ) -> Iterator[str]:
     """The files of a folder, a piece each: its heading, its text, and a blank line.
 
-    Hidden files and those that git ignores are left out. So are links and files that are not UTF-8 text: ``note`` is told
-    their names.
+    Hidden files and those that git ignores are left out. So are links, Git LFS pointers and files that are not UTF-8
+    text: ``note`` is told their names.
 
     Args:
         include: patterns as of a shell, such as ``*.py``, for a file's name or its path in the folder; none takes all.
@@ -57,9 +58,8 @@ def _listed(folder: Path) -> Iterator[str]:
     if shutil.which("git"):
         where: tuple[str, ...] = ()
         with tempfile.TemporaryDirectory() as empty:
-            if (
-                _git(folder, "rev-parse", "--is-inside-work-tree") is None
-            ):  # git reads .gitignore without a repository too
+            # git reads .gitignore without a repository of the folder's own, too.
+            if _git(folder, "rev-parse", "--is-inside-work-tree") is None:
                 _git(folder, "init", "--quiet", "--bare", empty)
                 where = (f"--git-dir={empty}", f"--work-tree={folder.resolve()}")
             kinds = "--cached", "--others", "--exclude-standard"
@@ -80,14 +80,17 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def _text(path: Path) -> str | None:
-    """A file's text; None for links and what is no UTF-8 text. '' where the file is gone or a folder, as a submodule is."""
+    """A file's text; None for links, Git LFS pointers and what is no UTF-8 text or too large. '' where the file is gone or a
+    folder, as a submodule is."""
     if path.is_symlink():
         return None
     if not path.is_file():
         return ""
     with path.open("rb") as stream:
-        data = stream.read(MOST + 1)
-    try:
-        return None if len(data) > MOST or b"\0" in data else data.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError:
-        return None
+        first = stream.read(1 << 16)
+        if first.startswith(POINTER) or path.stat().st_size > LIMIT:
+            return None
+        try:
+            return "".join(read_utf8(stream, first=first))
+        except ValueError:
+            return None

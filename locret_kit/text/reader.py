@@ -28,13 +28,11 @@ from zipfile import ZipFile
 from ..files import POINTER, read_utf8
 from ..naming import first_line
 from ..processes import python
-from .converters import ENCODED, LACKS, Refusal, is_encoded, pages_of, to_markdown
+from .converters import ENCODED, LACKS, LIMIT, Refusal, is_encoded, pages_of, to_markdown
 from .folder import read_folder
 
 BREAKS = re.compile("[\u00ad\u2060\ufeff]|(?<![\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u1a20-\u1aaf])\u200b")
 """Invisible places for a line's end, or against one. Thai, Lao, Burmese and Khmer part words by U+200B, which stays there."""
-LIMIT = 256 * 2**20
-"""Bytes of a document, at most; and bytes that a .docx or .epub, which is a zip archive, holds unpacked."""
 PAGES = (".html", ".htm", ".xhtml")
 """Extensions of pages of the Web, which no first bytes tell from plain text."""
 CONVERTED = (*PAGES, ".pdf", ".docx", ".epub")

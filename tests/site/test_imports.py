@@ -44,8 +44,6 @@ ONLY = {
     "matplotlib": {"evals", "training"},
     "jinja2": {"card", "evals", "text"},
     "markitdown": {"text"},
-    "markdownify": {"text"},
-    "mammoth": {"text"},
     "pypdfium2": {"text"},
     "prompt_toolkit": {"cli"},
     "triton": set(),

@@ -14,7 +14,8 @@ from locret_kit.text.reader import read_document
 FILES = {
     "b.py": b"two = 2\r\n\r\n", "a/z.py": b"three = 3", "a/y.md": "\ufeffWords \u00e9\n".encode(), "empty.txt": b" \n",
     "image.png": b"\x89PNG\r\n\x1a\n\0\0", "latin.txt": b"caf\xe9", "built/out.py": b"built = 1\n", ".env": b"SECRET=1\n",
-    ".github/ci.yml": b"on: push\n", ".gitignore": b"built/\n*.log\n", "run.log": b"a line\n", "a/.gitignore": b"not-here.md\n",
+    ".github/ci.yml": b"on: push\n", ".gitignore": b"built/\n*.log\n", "run.log": b"a line\n",
+    "large.bin": b"version https://git-lfs.github.com/spec/v1\n", "a/.gitignore": b"not-here.md\n",
     "a/not-here.md": b"ignored\n",
 }  # fmt: skip
 READ = ["# File: a/y.md\nWords \u00e9\n\n", "# File: a/z.py\nthree = 3\n\n", "# File: b.py\ntwo = 2\n\n"]
@@ -37,7 +38,7 @@ def test_text_files_in_order_each_under_its_path(folder, repository):
         subprocess.run(["git", "init", "--quiet", str(folder)], check=True)
     notes = []
     assert [*read_folder(folder, note=notes.append)] == READ
-    assert notes == [f"{folder}: left out, since they are not plain text: image.png, latin.txt, link.txt"]
+    assert notes == [f"{folder}: left out, since they are not plain text: image.png, large.bin, latin.txt, link.txt"]
 
 
 def test_part_of_a_repository_with_a_file_that_is_gone(folder):
@@ -58,7 +59,7 @@ def test_without_git_hidden_files_alone_are_left_out(folder, monkeypatch):
 def test_patterns_are_of_the_name_or_the_path(folder):
     assert [*read_folder(folder, ["*.py"])] == READ[1:]
     assert [*read_folder(folder, ["a/*", "b.*"])] == READ
-    with pytest.raises(ValueError, match=r"^include='\*\.rs' matches none of the 7 files in "):
+    with pytest.raises(ValueError, match=r"^include='\*\.rs' matches none of the 8 files in "):
         [*read_folder(folder, ["*.rs"])]
 
 

@@ -1,4 +1,4 @@
-"""Which driver computes the next forward of each of an engine's sequences."""
+"""Assignment of drivers to the sequences of an engine."""
 
 from __future__ import annotations
 
