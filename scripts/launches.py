@@ -217,7 +217,7 @@ def record_texts(config: PretrainedConfig, setting: Setting, texts: int) -> list
         for cache in caches:
             cache.bind(model)
             # Frequencies on this device cannot be compared: all texts have those of the first.
-            cache.move(replace(cache.context, ropes=caches[0].context.ropes), cache.bounded)
+            cache.state.change_context(ropes=caches[0].context.ropes)
             pool.enter(cache)
             forward(model, ids, cache, logits_to_keep=1)
         recorder.launches.clear()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from locret_kernels.enter import HeadProduct
 from locret_kernels.ragged_decode import angle_steps
 from locret_kernels.rotate import rotate_rows
 
@@ -355,12 +356,15 @@ class LayerOperations(NamedTuple):
     swiglu: Callable[[Tensor, Tensor], Tensor]
     """Gated activation, see ``locret_kernels.fused.swiglu``."""
     linear: Linear
-    enter: Callable[[Tensor], object] = id
-    """Called with the normed hidden states ``[B, T, C]`` that a layer's attention is about to project."""
 
 
 Choice = Callable[..., LayerOperations | None]
 """Operations for all the tensors it is given, in the forward that runs now; None for the backbone's own."""
+
+
+LayerInput = Tensor | HeadProduct | None
+"""Normed hidden states ``[B, T, C]`` that a layer's attention projects, or its retaining head's product with them; None where
+they are not at hand."""
 
 
 class Handler(ABC):
@@ -373,7 +377,9 @@ class Handler(ABC):
     """Whether a forward is cut into ``blocks``, whose final hidden states are ``read`` one by one."""
 
     @abstractmethod
-    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
+    def attend(
+        self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax, x: LayerInput = None
+    ) -> Tensor:
         """Attention output ``[B, Q, T, D]`` of a layer's new tokens. Layers are numbered as in ``BackboneSpec``."""
 
     def attend_shared(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:

@@ -1,7 +1,7 @@
 """Interception of a backbone's attention.
 
 ``attach(model)`` routes every attention call of ``model`` to the current handler (see ``Handler``). Without one,
-calls go to the backbone's own attention. A forward's handler is the cache passed to it, or the one of
+calls go to the backbone's own attention. A forward's handler is that of the cache passed to it, or the one of
 ``handled_by``. It gets layer numbers as in ``BackboneSpec``, and queries and keys with their channels in the order
 that ``Rope`` rotates. During such a forward, MLPs run in slices, and the handler computes elementwise operations
 that it supports (``patches``).
@@ -140,7 +140,7 @@ def _attention(
     else:
         if q.shape[2] != k.shape[2]:
             raise ValueError(f"{type(module).__name__} has {q.shape[2]} queries and {k.shape[2]} new keys")
-        out = handler.attend(call.layer, q, k, v, softmax_of(q, scaling, kw))
+        out = handler.attend(call.layer, q, k, v, softmax_of(q, scaling, kw), kw.get("layer_input"))
     if q.requires_grad and torch.is_grad_enabled() and not out.requires_grad:
         out = _WithoutGradient.apply(out, q)
     return out.transpose(1, 2).contiguous(), None
@@ -249,7 +249,8 @@ class Attachment:
     def _forward(self, forward: Forward, *args: object, **kwargs: Any) -> DecoderOutput:
         """The decoder's ``forward``, with a handler set in this thread while it runs, whatever it raises."""
         cache = cache_among(args, kwargs)
-        handler = self._explicit.handler or (cache if isinstance(cache, Handler) else None)
+        own = getattr(cache, "handler", cache)
+        handler = self._explicit.handler or (own if isinstance(own, Handler) else None)
         if handler is None:
             return _handled(None, None, self._own, forward, *args, **kwargs)
         decoder = decoder_of(self.model)

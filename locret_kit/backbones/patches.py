@@ -77,8 +77,9 @@ def _layer(
     if (operations := choice(hidden_states, after.weight)) is None:
         return forward(hidden_states, **rest)
     normed = layer.input_layernorm(hidden_states)
-    operations.enter(normed)
-    attended, _ = layer.self_attn(hidden_states=normed, **rest)
+    attended, _ = layer.self_attn(
+        hidden_states=normed, layer_input=normed, **rest
+    )  # modules hand on what they don't know
     operations = choice(attended) or REFERENCE  # a gradient may begin in the attention, as of a pool that is trained
     normed, total = operations.rms_norm(attended, after.weight, after.variance_epsilon, hidden_states)
     return total + layer.mlp(normed)

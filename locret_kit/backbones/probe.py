@@ -9,7 +9,7 @@ every position. Windows are read from the mask of each layer. Attention of an un
 import inspect
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -90,27 +90,26 @@ def with_shortcuts(
     answers = _is_unturned(unturned, first, decoder, config, found)
     standard = all(rotation.order is None for rotation in rotations)
     skips = standard and answers and _is_unturned(run(skip_rotations, reference), first, decoder, config, found)
-    inputs: list[Tensor] = []
 
     def fuse(undo: Undo, decoder: DecoderStack) -> None:
         unrotate(undo, decoder, in_halves=True)
-        fuse_layers(undo, decoder, lambda *x: REFERENCE._replace(enter=inputs.append))
+        fuse_layers(undo, decoder, reference)
 
     fused = run(fuse) if skips else None
     fuses = _is_alike(fused, unturned)
-    projects = fuses and fused is not None and _are_products(fused, inputs)
+    projects = fuses and fused is not None and _are_products(fused)
     scales = fuses and not _is_alike(run(unrotate, in_halves=True, first_place=FARTHEST), unturned)
     found = replace(found, answers_in_halves=answers, skips_rotation=skips, fuses_layers=fuses)
     return replace(found, projects=projects and not scales, scales_queries=scales)
 
 
-def _are_products(run: RecordedRun, inputs: Sequence[Tensor]) -> bool:
-    """Whether queries, keys and values are products of a layer's normed inputs [B, T, C], one for each call of ``run``."""
-    if len(inputs) != len(run.calls):
-        return False
-    for call, x in zip(run.calls, inputs, strict=True):
+def _are_products(run: RecordedRun) -> bool:
+    """Whether queries, keys and values are products of a layer's normed input, in each call of ``run``."""
+    for call in run.calls:
+        if call.x is None:
+            return False
         try:
-            made = [product(x) for product in projections(call.module)]
+            made = [product(call.x) for product in projections(call.module)]
         except (NotDense, AttributeError):
             return False
         if not all(close(a, b.transpose(1, 2).flatten(2)) for a, b in zip(made, (call.q, call.k, call.v), strict=True)):

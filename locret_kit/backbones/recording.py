@@ -97,7 +97,7 @@ def is_softmax(own: Method, q_BHTD: Tensor, rows: int) -> bool:
 NAME = "locret_probe"
 LONG = 4096
 """Keys, at most, over which a method that is attention is tried."""
-IGNORED = ("position_ids", "cache_position", "position_embeddings", "logits_to_keep")
+IGNORED = ("position_ids", "cache_position", "position_embeddings", "logits_to_keep", "layer_input")
 """Tensors among the arguments of attention that say nothing new."""
 
 
@@ -115,6 +115,8 @@ class RecordedCall:
     softmax: Softmax
     unknown: str | None
     """An argument that the kit does not know."""
+    x: Tensor | None
+    """Normed hidden states ``[B, T, C]`` of which q, k and v may be products, where layers are fused (see ``patches``)."""
 
 
 class IndexedCache(DynamicCache):
@@ -154,6 +156,7 @@ class CallArguments(TypedDict, total=False):
     softcap: float | None
     s_aux: Tensor | None
     is_causal: bool | None
+    layer_input: Tensor | None
 
 
 def softmax_of(q: Tensor, scaling: float | None, named: CallArguments) -> Softmax:
@@ -182,7 +185,7 @@ def record(
         cache.asked = None
     softmax = softmax_of(q, scaling, named)
     unknown = unknown_argument(named, q.shape[2])
-    NOW.calls.append(RecordedCall(module, index, q, k, v, attention_mask, softmax, unknown))
+    NOW.calls.append(RecordedCall(module, index, q, k, v, attention_mask, softmax, unknown, named.get("layer_input")))
     if NOW.replayed is not None:
         return NOW.replayed[number], None
     out, _ = attend_and_count(q, k, v, **softmax._asdict())

@@ -404,13 +404,11 @@ class States:
 
 
 class StatefulCache(Cache):
-    """A cache whose layers hold attention alone. The states of other layers are in the text's ``States``.
+    """A cache whose layers hold attention alone. The states of other layers are in the text's ``States``."""
 
-    Attributes:
-        states: None if the backbone has attention alone, or is not known yet.
-    """
-
-    states: States | None = None
+    def _states(self) -> States | None:
+        """None if the backbone has attention alone, or is not known yet."""
+        raise NotImplementedError
 
     def get_conv_state(self, *args: int, **named: int) -> Tensor | None:
         """A layer's convolution state, of any shape, or None."""
@@ -431,12 +429,13 @@ class StatefulCache(Cache):
             return self._own_layers().update_recurrent_state(recurrent_states, *args, **named)
 
     def has_previous_state(self, *args: int | None, **named: int | None) -> bool:
-        return self.states is not None and bool(self.states.cache.has_previous_state(*args, **named))
+        states = self._states()
+        return states is not None and bool(states.cache.has_previous_state(*args, **named))
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
     def _own_layers(self) -> Cache:
-        if self.states is None:
+        if (states := self._states()) is None:
             raise ValueError("a layer asks for its state, which this cache was not made for")
-        return self.states.cache
+        return states.cache

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..backbones.decoder_attention import Arguments, Handler, LayerOperations, Softmax
+from ..backbones.decoder_attention import Arguments, Handler, LayerInput, LayerOperations, Softmax
 from ..heads import RetainingHeads, loaded
 from ..policies import Policy
 from ..policies.capabilities import refuse
@@ -50,30 +50,29 @@ class ForwardOfTexts(Cache, Handler):
     @property
     def wants_unrotated(self) -> bool:  # type: ignore[override]
         """Whether q and k come before RoPE."""
-        return self.texts[0].wants_unrotated
+        return self.texts[0].handler.wants_unrotated
 
     def operations(self, x: Tensor) -> LayerOperations | None:
         """Operations of a layer besides attention, for hidden states like ``x [B, T, C]``: those of the first text."""
-        return self.texts[0].operations(x)
+        return self.texts[0].handler.operations(x)
 
     def place(self, spans: Sequence[Span], B: int, T: int, device: torch.device) -> None:
         """Say where the new tokens of each text stand in a forward ``[B, T]``, row after row; a text may have none."""
         new = [(text, span) for text, span in zip(self.texts, spans, strict=True) if span[0] < span[1]]
         texts = [text for text, _ in new]
         seen = [text.get_seq_length() for text in texts]
-        self.batch = TextBatch(texts, [span for _, span in new], seen, self.given_X4N)
+        self.batch = TextBatch([text.state for text in texts], [span for _, span in new], seen, self.given_X4N)
         self.position_BT = self.batch.positions(B * T, device).view(B, T)
 
-    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
+    def attend(
+        self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax, x: LayerInput = None
+    ) -> Tensor:
         """Attention output ``[B, Q, T, D]``: each text's own; zeros at padding."""
         B, Q, T, _ = q_BQTD.shape
         # Heads of a token lie side by side, as the backbone reads them. Of padding nothing is read.
         out_NQD = q_BQTD.new_zeros(B * T, Q, v_BHTD.shape[-1])
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BQTD, k_BHTD, v_BHTD))
-        # The first text's operations are those of all.
-        x_BTC, self.texts[0].input_BTC = self.texts[0].input_BTC, None
-        x_NC = x_BTC.flatten(0, 1) if isinstance(x_BTC, Tensor) else x_BTC
-        self.batch.attend(layer, q, k, v, softmax, out_NQD, x_NC)
+        q, k, v = (new.transpose(1, 2).flatten(0, 1) for new in (q_BQTD, k_BHTD, v_BHTD))
+        self.batch.attend(layer, q, k, v, softmax, out_NQD, x.flatten(0, 1) if isinstance(x, Tensor) else x)
         return out_NQD.view(B, T, Q, -1).transpose(1, 2)
 
     def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
@@ -82,7 +81,7 @@ class ForwardOfTexts(Cache, Handler):
         self.batch.finish()
         hidden_NE = hidden_BTE.flatten(0, 1)
         for text, (start, end) in zip(self.batch.texts, self.batch.spans, strict=True):
-            if text.in_blocks:
+            if text.context.evicts_after_forward:
                 text.read(hidden_NE[None, start:end], None if ids_BT is None else ids_BT.view(1, -1)[:, start:end])
 
     def update(

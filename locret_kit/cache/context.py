@@ -50,10 +50,6 @@ class RecallCounters:
     stored_slots: int = 0
     recall_s: float = 0.0
 
-    def clear(self) -> None:
-        """Back to zero, for another text."""
-        vars(self).update(vars(RecallCounters()))
-
 
 BlockScores = dict[tuple[int, int], Tensor]
 """Scores ``[B, 1, N]`` that the layers of one forward gave to the blocks, the most of any layer so far, for each piece of the
@@ -89,10 +85,6 @@ class CacheCounters:
     def computed_share(self) -> float | None:
         """Share of the attention that sparse prefill computed; None where prefill was not sparse."""
         return self.computed_pairs / self.dense_pairs if self.dense_pairs else None
-
-    def clear(self) -> None:
-        """Back to zero, for another text."""
-        vars(self).update(vars(CacheCounters()))
 
     def count_eviction(self, rows: BoundedLayer, evicted: int) -> None:
         """An eviction of ``evicted`` rows of a layer, of all its heads together."""
@@ -217,7 +209,7 @@ class Context:
             policy=policy.at(schedule.budget),
             schedule=schedule,
             heads=heads,
-            settings=Resolved(**vars(settings) | {"positions": scheme, "backend": backend.name}),
+            settings=replace(settings, positions=scheme, backend=backend.name),
             positions=placed,
             ropes=None,
             budgets=layer_budgets(policy, schedule, spec.windows),

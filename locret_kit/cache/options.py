@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from ..policies import Policy
 from ..policies.capabilities import Subject, refuse
 from ..policies.grammar import parse_policy
 from ..settings import Resolved, RunSettings
-from .context import Context
+from .context import Context, Stage
 from .due import Schedule
 from .storage.codec import check_storage
 from .view import check_reread
@@ -32,6 +32,8 @@ class CacheOptions:
     """None where the policy needs none."""
     published: Mapping[str, object]
     """Settings that the heads were published with."""
+    stages: tuple[Stage, ...] = ()
+    """Further stages, after those of the policy."""
 
     @classmethod
     def of(
@@ -40,6 +42,7 @@ class CacheOptions:
         policy: str | Policy | None,
         heads: RetainingHeads | str | Path | None,
         given: Mapping[str, object],
+        stages: Sequence[Stage] = (),
     ) -> CacheOptions:
         """Options as ``BoundedCache`` takes them. Raises as it does."""
         heads = loaded(heads)
@@ -57,7 +60,7 @@ class CacheOptions:
         # Refused here and not at the first forward: a model takes minutes to load.
         check_storage(settings.kv_bits, policy)
         published = heads.config.inference if heads is not None else {}
-        return cls(settings, policy, needed, published)
+        return cls(settings, policy, needed, published, tuple(stages))
 
     def at(self, prompt_length: int | None) -> tuple[Resolved, Schedule]:
         """Settings and schedule of a prompt of ``prompt_length`` tokens. Raises ValueError where the prompt must be

@@ -12,24 +12,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from locret_kernels.enter import RowBuffers
 
-from ..backbones.decoder_attention import Rope, same_rotation
 from ..backbones.spec import AttentionLayer, BackboneSpec
 from ..policies import Policy
 from ..policies.capabilities import reason
 from ..settings import Resolved
-from .context import Context, layer_rows, make_layers
-from .rotation import RotationTables
+from .context import layer_rows, make_layers
 from .storage.codec import Scratch
 from .storage.rows import BoundedLayer, Page, copy_rows
 
 if TYPE_CHECKING:
     from .bounded import BoundedCache
+    from .state import TextState
 
 ALIGNMENT = 8
 """Bytes: a row's are a multiple of it, so that buffers of every type begin where they may."""
@@ -160,31 +160,6 @@ class RowPool:
         self.queries[own] = newest.flatten(1)
 
 
-class Rotations(list[Rope]):
-    """The rotations of a text, one per layer, that may be referred to weakly."""
-
-
-class SharedRotations:
-    """Rotations and their tables for many texts. Equal rotations are one object, which lets texts be decoded
-    together. Rotations that no text uses any more are dropped."""
-
-    def __init__(self) -> None:
-        self.tables = RotationTables()
-        self._known: list[weakref.ref[Rotations]] = []
-
-    def of(self, ctx: Context) -> Context:
-        """A text's context with the shared tables and rotations."""
-        ropes = None
-        if ctx.ropes is not None:
-            known = [alive for one in self._known if (alive := one()) is not None]
-            ropes = next((one for one in known if same_rotation(one, ctx.ropes)), None)
-            if ropes is None:
-                ropes = Rotations(ctx.ropes)
-                known.append(ropes)
-            self._known = [weakref.ref(one) for one in known]
-        return replace(ctx, tables=self.tables, ropes=ropes)
-
-
 class PagePool:
     """Pages of texts in all layers: what holds the caches of an engine, so that their tokens are made in one call a layer.
 
@@ -196,7 +171,7 @@ class PagePool:
     def __init__(self, pages: int) -> None:
         self.pages, self._free = pages, list(range(pages))
         self._pools: list[RowPool] = []
-        self._rotations = SharedRotations()
+        self._texts: WeakSet[TextState] = WeakSet()
 
     def enter(self, cache: BoundedCache) -> None:
         """Move a text's rows into a page, which is free again when the cache is gone."""
@@ -215,8 +190,10 @@ class PagePool:
             return
         page = self._free.pop()
         weakref.finalize(cache, self._free.append, page)
-        layers = make_layers(ctx, cache.scratch)
+        layers = make_layers(ctx, cache.state.scratch)
         for pool, rows, old in zip(self._pools, layers, cache.bounded, strict=True):
             pool.bind(page, rows)
             copy_rows(rows, old)
-        cache.move(self._rotations.of(ctx), layers)
+        cache.bounded[:] = layers
+        cache.state.share_rotations(self._texts)
+        self._texts.add(cache.state)

@@ -168,14 +168,14 @@ def fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where
         restore_rows(rows, counts, wide, k_1H0D, v_1H0D)
         if rows.store is not None:
             rows.store.restore(wide, k_1H0D, v_1H0D)
-    vars(cache.counters).update(vars(counters))
-    if cache.states is not None:
+    cache.state.set_counters(counters)
+    if cache.state.states is not None:
         kinds = {size.name: size.dtype or ctx.model.dtype for size in spec.state_sizes if size.name in tensors}
-        cache.states.fill({name: tensors[name].to(kind) for name, kind in kinds.items()}, ctx.model.device)
-    cache.reread_positions = reread
+        cache.state.states.fill({name: tensors[name].to(kind) for name, kind in kinds.items()}, ctx.model.device)
+    cache.state.reread_positions = reread
     cache.pin_all(saved.pins)
     if HIDDEN in tensors:
-        cache.last_hidden = tensors[HIDDEN].to(ctx.model.device, ctx.model.dtype, copy=True)
+        cache.state.last_hidden = tensors[HIDDEN].to(ctx.model.device, ctx.model.dtype, copy=True)
 
 
 def _reread(schedule: Schedule, stored: Tensor | None) -> list[int]:
@@ -310,7 +310,7 @@ class CacheFile:
         Raises:
             ValueError: an interrupt left rows half written, or the policy cannot be written in the grammar.
         """
-        cache.refuse_interrupted()
+        cache.state.refuse_interrupted()
         ctx = cache.context
         if ctx.policy.keeps_everything and ctx.settings.kv_bits is not None and cache.schedule.prompt_length is None:
             raise ValueError(
@@ -331,10 +331,10 @@ class CacheFile:
             held |= {} if rows.store is None else rows.store.export()
             layers.append(counts)
             tensors |= {f"layers.{number}.{name}": tensor for name, tensor in held.items()}
-        if cache.states is not None and cache.get_seq_length():
-            tensors |= cache.states.tensors()
-        if cache.last_hidden is not None:
-            tensors[HIDDEN] = cache.last_hidden
+        if cache.state.states is not None and cache.get_seq_length():
+            tensors |= cache.state.states.tensors()
+        if cache.state.last_hidden is not None:
+            tensors[HIDDEN] = cache.state.last_hidden
         if cache.reread_positions:
             tensors[REREAD] = torch.tensor(cache.reread_positions, dtype=torch.int32, device="cpu")
         if len(cache.pins) > MOST_PINS:

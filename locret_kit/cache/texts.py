@@ -17,7 +17,7 @@ from torch import Tensor
 from locret_kernels.backend import function
 from locret_kernels.enter import HeadProduct, Score
 
-from ..backbones.decoder_attention import Rope, Softmax, Tables
+from ..backbones.decoder_attention import LayerInput, Rope, Softmax, Tables
 from .attend import VarlenRows
 from .context import Context
 from .pages import RowPool
@@ -26,7 +26,7 @@ from .storage.rows import BoundedLayer
 from .view import entry_scores, folded_scores, of_tokens, score_alike, scores_of
 
 if TYPE_CHECKING:
-    from .bounded import BoundedCache
+    from .state import TextState
 
 Span = tuple[int, int]
 """First and last but one of a text's new tokens, among those of a forward."""
@@ -118,7 +118,7 @@ class TextBatch:
     """
 
     def __init__(
-        self, texts: Sequence[BoundedCache], spans: Sequence[Span], seen: Sequence[int], given_X4N: Tensor | None = None
+        self, texts: Sequence[TextState], spans: Sequence[Span], seen: Sequence[int], given_X4N: Tensor | None = None
     ) -> None:
         self.texts, self.spans, self.seen = texts, spans, seen
         self.contexts = [text.context for text in texts]
@@ -140,7 +140,7 @@ class TextBatch:
 
     def attend(
         self, layer: int, q_NQD: Tensor, k_NHD: Tensor, v_NHD: Tensor, softmax: Softmax, out_NQD: Tensor,
-        x_NC: Tensor | HeadProduct | None = None,
+        x_NC: LayerInput = None,
     ) -> None:  # fmt: skip
         """Attention of the new tokens in one layer, into ``out``. They become rows, and a due eviction runs.
 

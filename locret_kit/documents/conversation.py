@@ -180,7 +180,7 @@ class Chat:
         finally:
             if answer is not None:
                 answer.leave()  # its cache is the conversation's from now on
-            if answer is not None and answer.tokens and not answer.cache.unfinished:
+            if answer is not None and answer.tokens and not answer.cache.state.unfinished:
                 self._before, self._now = before, self._ended(asked, question, answer)
             else:
                 self._now = before

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from locret_kernels.backend import choose, function
 
-from ..backbones.decoder_attention import Handler, Softmax, rotate
+from ..backbones.decoder_attention import Handler, LayerInput, Softmax, rotate
 from ..backbones.intercept import attach
 from ..cache.bounded import BoundedCache
 from ..cache.storage.codec import Plain
@@ -71,12 +71,14 @@ class Repetition(Handler):
 
     def __init__(self, cache: BoundedCache, start: int, stop: int) -> None:
         self.cache, self.start, self.stop = cache, start, stop
-        self.wants_unrotated = cache.wants_unrotated
+        self.wants_unrotated = cache.handler.wants_unrotated
         self.scores: list[Tensor] = []
         """``[B, H, stop - start]``, per layer."""
 
-    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
-        out = self.cache.attend(layer, q_BQTD, k_BHTD, v_BHTD, softmax)
+    def attend(
+        self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax, x: LayerInput = None
+    ) -> Tensor:
+        out = self.cache.handler.attend(layer, q_BQTD, k_BHTD, v_BHTD, softmax, x)
         rows, T, sinks = self.cache.bounded[layer].rows, q_BQTD.shape[2], min(SINKS, self.start)
         read = [torch.arange(*span, device="cpu") for span in ((0, sinks), (self.start, self.stop), (rows - T, rows))]
         index_N = torch.cat(read).to(q_BQTD.device)
@@ -152,8 +154,9 @@ class KVzip:
                     rows.count(-len(request))  # the request is taken back
                 scores.append(torch.stack(repetition.scores))
         compress(cache, torch.cat(scores, -1), settings.budget - tail, self.joint)
-        cache.settings = replace(settings, chunk=CHUNK, stabilizers=0)  # what rows then say
-        cache.schedule = replace(cache.schedule, chunk=CHUNK, stabilizers=0, local_len=tail)
+        state = cache.state
+        state.settings = replace(settings, chunk=CHUNK, stabilizers=0)  # what rows then say
+        state.schedule = replace(state.schedule, chunk=CHUNK, stabilizers=0, local_len=tail)
         return cache
 
 

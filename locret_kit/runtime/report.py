@@ -101,10 +101,10 @@ class Report:
             policy=cache.policy.name, settings=cache.settings, prompt_tokens=prompt_tokens, new_tokens=new_tokens,
             prefill_s=prefill_s, decode_s=decode_s, kept_rows=kept_rows, read_before=read_before,
             score_s=c.score_s, select_s=c.select_s, compact_s=c.compact_s,
-            evictions=c.evictions, evicted_rows=c.evicted_rows, clipped=cache.clipped, cache_bytes=cache.nbytes,
+            evictions=c.evictions, evicted_rows=c.evicted_rows, clipped=cache.state.clipped, cache_bytes=cache.nbytes,
             peak_bytes=peak_memory(model.device), device=str(model.device), dtype=precision_of(model),
             computed_share=c.computed_share, decoding=c.decoding, attention=cache.context.attention, versions=versions(),
-            host_bytes=cache.host_nbytes, recall=asdict(cache.context.recalls) if cache.policy.recall else None,
+            host_bytes=cache.state.host_nbytes, recall=asdict(cache.context.recalls) if cache.policy.recall else None,
         )  # fmt: skip
 
     @property

@@ -254,7 +254,7 @@ class EngineThread:
             kept = request.parks and request.has_defaults and ended_well
             if request.drops:
                 cache, kept = request.kept, request.parks and request.has_defaults
-            if kept and cache is not None and not cache.unfinished and not cache.reread_positions:
+            if kept and cache is not None and not cache.state.unfinished and not cache.reread_positions:
                 read = request.read(
                     cache.get_seq_length(), lambda token: not str(self.tokenizer.decode([token])).strip()
                 )

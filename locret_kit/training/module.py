@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from ..backbones.decoder_attention import Handler, Rope, Softmax, rotated_text
+from ..backbones.decoder_attention import Handler, LayerInput, Rope, Softmax, rotated_text
 from ..backbones.probe import describe
 from ..backbones.spec import AttentionLayer, decoder_of
 from ..cache.attend import attend_text
@@ -75,7 +75,9 @@ class Observer(Handler):
         self.measures: list[Tensor] = []
         """Measures ``[3]`` of each scored layer: regression loss, smoothing loss, recall of the true top 10%."""
 
-    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
+    def attend(
+        self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax, x: LayerInput = None
+    ) -> Tensor:
         q_rot, k_rot = rotated_text(self.ropes[layer], q_BQTD, k_BHTD)
         self.score(layer, q_BQTD, k_BHTD, v_BHTD, q_rot, k_rot, softmax)
         return attend_text(q_rot, k_rot, v_BHTD, softmax, self.layers[layer])
@@ -118,7 +120,9 @@ class Together(Handler):
     def __init__(self, observers: Sequence[Observer], lengths: Sequence[int]) -> None:
         self.observers, self.lengths = observers, lengths
 
-    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
+    def attend(
+        self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax, x: LayerInput = None
+    ) -> Tensor:
         q_rot, k_rot = self._rotated(layer, q_BQTD, k_BHTD)
         for b, (observer, length) in enumerate(zip(self.observers, self.lengths, strict=True)):
             q, k, v, q_own, k_own = (x[b : b + 1, :, :length] for x in (q_BQTD, k_BHTD, v_BHTD, q_rot, k_rot))

@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ..backbones.decoder_attention import DecoderAttention, Softmax, rotate
+from ..backbones.decoder_attention import DecoderAttention, LayerInput, Softmax, rotate
 from ..backbones.libraries import forward
 from ..backbones.probe import describe
 from ..backbones.spec import BackboneSpec
 from ..cache.attend import attend_rows
 from ..cache.bounded import BoundedCache
+from ..cache.forward import TextForward
 from ..config.train_options import TrainConfig
 from ..heads import RetainingHeads
 from ..policies import Policy, capabilities
@@ -65,12 +66,15 @@ class LearningMerge(Merge):
         return new
 
 
-class LearningCache(BoundedCache):
-    """A bounded cache whose attention is differentiable with respect to the pool. It is fed piece by piece (``Schedule.piece``);
-    every layer is full attention, heads hold as many rows, and keys are placed by rank."""
+class LearningForward(TextForward):
+    """Forwards of a text whose attention is differentiable with respect to the pool. It is fed piece by piece
+    (``Schedule.piece``); every layer is full attention, heads hold as many rows, and keys are placed by rank."""
 
-    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
-        rows, merger, T = self.bounded[layer], self.policy.merge, q_BQTD.shape[2]
+    def attend(
+        self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax, x: LayerInput = None
+    ) -> Tensor:
+        ctx, rows, T = self.state.context, self.state.layers[layer], q_BQTD.shape[2]
+        merger = ctx.policy.merge
         assert isinstance(merger, LearningMerge)
         rows.update(k_BHTD, v_BHTD)  # makes the buffers before they are read
         folds = merger.folds.pop(layer, [])
@@ -78,8 +82,8 @@ class LearningCache(BoundedCache):
         values = torch.cat((_with(rows.slots("values"), [(at, v) for at, _, v in folds]), v_BHTD), 2)
         merger.grad = torch.is_grad_enabled()
         # Without a graph: statistics, rows and evictions.
-        super().attend(layer, q_BQTD, k_BHTD, v_BHTD, softmax)
-        cos, sin = self.context.tables.between(self.context.rope(layer), 0, keys.shape[2], keys)
+        super().attend(layer, q_BQTD, k_BHTD, v_BHTD, softmax, x)
+        cos, sin = ctx.tables.between(ctx.rope(layer), 0, keys.shape[2], keys)
         return attend_rows(rotate(q_BQTD, cos[-T:], sin[-T:]), rotate(keys, cos, sin), values, softmax.scaling)
 
 
@@ -136,9 +140,11 @@ class PoolTraining(FrozenTraining):
 
     def new_cache(self, merges: bool = True) -> BoundedCache:
         """An empty cache. Without merges, the policy's plain eviction for the same budget."""
-        make = LearningCache if merges else BoundedCache
         policy = replace(self.policy, merge=LearningMerge(self.pool) if merges else None)
-        return make(RunSettings.of(self.cfg.infer.published()), policy, *self._heads)
+        cache = BoundedCache(RunSettings.of(self.cfg.infer.published()), policy, *self._heads)
+        if merges:
+            cache.handler = LearningForward(cache.state)
+        return cache
 
     def read(
         self, ids: Sequence[int], cache: BoundedCache, backward: Callable[[Tensor], None] | None = None

@@ -144,7 +144,7 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
         if difference(there, here) or parts_of(here.policy) != parts_of(there.policy):
             return False
         try:
-            there.check_fork(here, seen)
+            there.state.check_fork(here.state, seen)
         except CannotFork:
             return False
         return True

@@ -129,8 +129,10 @@ def test_pieces_files_and_other_texts(tmp_path):
         prefill(backbone, IDS, plain)
         after = [backbone(input_ids=torch.tensor([[9]]), **{CACHE: cache}).logits for cache in (whole, loaded)]
     assert torch.equal(*after)
-    assert whole.clipped == sum(int(rows.codec.clipped.sum()) for rows in whole.bounded) and plain.clipped == 0
+    assert (
+        whole.state.clipped == sum(int(rows.codec.clipped.sum()) for rows in whole.bounded) and plain.state.clipped == 0
+    )
     whole.reset(whole.schedule.prompt_length)
     with attach(backbone), torch.no_grad():
         prefill(backbone, IDS, whole)
-    assert whole.clipped == sum(int(rows.codec.clipped.sum()) for rows in whole.bounded)
+    assert whole.state.clipped == sum(int(rows.codec.clipped.sum()) for rows in whole.bounded)

@@ -186,7 +186,7 @@ def test_bfloat16_rounds_once():
     rows = cache.bounded[0]
     k, v = (x.bfloat16().expand(1, 2, -1, -1) for x in (keys, values))
     rows.update(k, v)
-    cache.attend(0, torch.zeros(1, 6, 400, 8, dtype=torch.bfloat16), k, v, Softmax(1.0))
+    cache.handler.attend(0, torch.zeros(1, 6, 400, 8, dtype=torch.bfloat16), k, v, Softmax(1.0))
     assert rows.rows == 1 and rows.codec.keys.dtype == torch.bfloat16
     want = values.bfloat16().double().mean(0)
     assert float((rows.head("values", 0)[0].double() - want).abs().max()) <= 2**-9

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
 
 import pytest
 import torch
@@ -62,7 +61,7 @@ def test_a_token_of_each_text_in_one_call_is_the_step_of_each(family, policy, po
     # Layers of a forward share rotations and tables, and so do texts.
     first = pooled[0].context
     for cache in pooled:
-        cache._context = replace(cache.context, ropes=first.ropes, tables=first.tables)
+        cache.state.change_context(ropes=first.ropes, tables=first.tables)
     contexts = [cache.context for cache in pooled]
     shape = page_of([rows for cache in pooled for rows in cache.bounded], spec, torch.float64)
     memory = torch.full((4 * shape.nbytes // 8,), float("nan"), dtype=torch.float64)
@@ -90,7 +89,9 @@ def test_a_token_of_each_text_in_one_call_is_the_step_of_each(family, policy, po
             wanted = [read_tokens(c.context, c.bounded[layer], *(x[i : i + 1] for x in (q, k, v))) for i, c in texts]
             assert len({batch_key(ctx) for ctx in contexts}) == 1
             out = torch.empty_like(q[:, :, 0])
-            batch = TextBatch(pooled, [(i, i + 1) for i in range(3)], [mine.seen for mine in rows])
+            batch = TextBatch(
+                [cache.state for cache in pooled], [(i, i + 1) for i in range(3)], [mine.seen for mine in rows]
+            )
             batch.attend(layer, *(x[:, :, 0] for x in (q, k, v)), Softmax(0.3), out)
             assert not batch._alone
             torch.testing.assert_close(out[:, :, None], torch.cat(wanted))

@@ -117,6 +117,6 @@ def test_the_plan_is_the_buffers() -> None:
     spec = spec_of(backbone().config)
     # The tiny backbone is in float64: numbers of keys and values are twice as wide as planned, all others are as they are.
     numbers = 2 * spec.head_dim * spec.n_kv_heads * spec.n_layers
-    assert cache.host_nbytes == 2 * store_bytes(spec, setting) == 8 * numbers * 84
+    assert cache.state.host_nbytes == 2 * store_bytes(spec, setting) == 8 * numbers * 84
     keys = numbers * (24 + 13 + 2 * 4) + numbers // 2 * 4 * 21
     assert cache.nbytes - cache_bytes(spec, setting) == 4 * keys

@@ -179,7 +179,7 @@ def test_settings_of_an_earlier_file_are_read(tmp_path):
     body, path = Body.of(base("recalling")), tmp_path / "text.locret"
     assert body.record["version"] == 1 and body.record["settings"]["store_bits"] is None
     path.write_bytes(body.file())
-    assert load("recalling", path).cache.host_nbytes
+    assert load("recalling", path).cache.state.host_nbytes
 
 
 def test_what_is_no_file_is_refused(tmp_path):

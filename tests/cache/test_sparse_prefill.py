@@ -128,7 +128,7 @@ class Masked(Handler):
     def __init__(self, see):
         self.see, self.rows = see, {}
 
-    def attend(self, layer, q, k, v, softmax):
+    def attend(self, layer, q, k, v, softmax, x=None):
         scaling = softmax.scaling
         before = self.rows.get(layer, (k[:, :, :0], v[:, :, :0]))
         keys, values = self.rows[layer] = tuple(torch.cat(pair, 2) for pair in zip(before, (k, v), strict=True))

@@ -102,7 +102,7 @@ def allocated(policy: str, family: str, bits: int | None) -> int:
         prefill(model, [1 + i % 90 for i in range(150)], kept)
     holders = [one for layer in kept.layers for one in (layer, layer.layout, layer.codec)]
     tensors = {id(x): x for one in holders for x in vars(one).values() if isinstance(x, torch.Tensor)}
-    held = sum(x.numel() * x.element_size() for x in tensors.values()) + kept.scratch.nbytes
+    held = sum(x.numel() * x.element_size() for x in tensors.values()) + kept.state.scratch.nbytes
     assert held == kept.nbytes
     return held
 

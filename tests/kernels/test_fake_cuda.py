@@ -3,7 +3,6 @@ mixes devices; a step of the graph decoder is fit for a graph."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -172,7 +171,7 @@ def test_a_token_of_several_texts_is_fit_for_a_graph(policy, family, positions):
         for cache in caches:
             cache.bind(model)
             # Frequencies of the card cannot be compared: all texts have those of the first.
-            cache.move(replace(cache.context, ropes=caches[0].context.ropes), cache.bounded)
+            cache.state.change_context(ropes=caches[0].context.ropes)
             pool.enter(cache)
             prefill(model, list(range(LENGTH)), cache)
         driver = TextsDriver(model, caches[0])

@@ -331,7 +331,7 @@ class Recorder(Handler):
 
     wants_unrotated = True
 
-    def attend(self, layer, q, k, v, softmax):
+    def attend(self, layer, q, k, v, softmax, x=None):
         if layer == 0:
             self.q, self.k, self.v = q, k, v
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

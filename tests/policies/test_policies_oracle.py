@@ -129,10 +129,10 @@ class Pair:
             want = mine.feed(q, k, v, entered)
             q_t, k_t, v_t = (torch.from_numpy(x)[None] for x in (q, k, v))
             self.cache.layers[layer].update(k_t, v_t)
-            got = self.cache.attend(layer, q_t, k_t, v_t, Softmax(D**-0.5))[0].numpy()
+            got = self.cache.handler.attend(layer, q_t, k_t, v_t, Softmax(D**-0.5))[0].numpy()
             np.testing.assert_allclose(got, want, atol=1e-8)
         if entropy is not None:
-            self.cache.read(5 * torch.from_numpy(self.hidden[-tokens:])[None], torch.from_numpy(self.ids)[None])
+            self.cache.handler.read(5 * torch.from_numpy(self.hidden[-tokens:])[None], torch.from_numpy(self.ids)[None])
         for layer, mine in enumerate(self.layers):
             self.compare(mine, layer)
 

@@ -130,7 +130,7 @@ def test_texts_without_a_graph_say_why_once(policy, rest, why, taped, caplog):
 
 def test_a_capture_that_fails_loses_no_token(taped, monkeypatch, caplog):
     def fails(self, step):
-        step.args[1][0].unfinished = True  # of the texts of the step
+        step.args[1][0].state.unfinished = True  # of the texts of the step
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(TapedTexts, "_captured", fails)

@@ -109,13 +109,13 @@ def recorded(policy: str, ids: list[int], **rest):
     recorder = Recorder(parsed.selection)
     cache = make(replace(parsed, selection=recorder), decode_every=3, **rest)
     entered: dict[int, list] = {}
-    attend = cache.attend
+    attend = cache.handler.attend
 
-    def listening(layer, q, k, v, softmax):
+    def listening(layer, q, k, v, *rest):
         entered.setdefault(layer, []).append((k[0].numpy().copy(), v[0].numpy().copy()))
-        return attend(layer, q, k, v, softmax)
+        return attend(layer, q, k, v, *rest)
 
-    cache.attend = listening
+    cache.handler.attend = listening
     logits_of(cache, ids[:LENGTH], ids[LENGTH:])
     texts = {i: [np.concatenate(x, 1) for x in zip(*pairs, strict=True)] for i, pairs in entered.items()}
     return cache, texts, recorder.seen

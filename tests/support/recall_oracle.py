@@ -16,7 +16,7 @@ import torch
 from policy_runs import backbone, heads_of, make, tokens
 from torch import Tensor
 
-from locret_kit import BoundedCache, attach
+from locret_kit import attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.runtime.session import prefill
 
@@ -52,18 +52,18 @@ def softer():
 def recorded(policy: str, length: int, steps: int = 6, **rest) -> list[Call]:
     """The calls of a small run."""
     bounded, model, calls = make(policy, length=length, **rest), softer(), []
-    plain = BoundedCache.attend
+    plain = bounded.handler.attend
 
-    def attend(self, layer, q, k, v, softmax):
-        held = [x.tolist() for x in self.kept_positions(layer)[0]]
-        start, H = self.bounded[layer].seen, k.shape[1]
-        out = plain(self, layer, q, k, v, softmax)
+    def attend(layer, q, k, v, *rest):
+        held = [x.tolist() for x in bounded.kept_positions(layer)[0]]
+        start, H = bounded.bounded[layer].seen, k.shape[1]
+        out = plain(layer, q, k, v, *rest)
         calls.append(
             Call(layer, start, held, q[0].unflatten(0, (H, -1)), k[0], v[0], out[0].unflatten(0, (H, -1)).clone())
         )
         return out
 
-    bounded.attend = attend.__get__(bounded)
+    bounded.handler.attend = attend
     with attach(model), torch.no_grad():
         prefill(model, tokens(length), bounded)
         for token in range(steps):

@@ -98,7 +98,7 @@ class Recorder(Handler):
     def __init__(self, ropes):
         self.ropes, self.seen = ropes, []
 
-    def attend(self, layer, q, k, v, softmax):
+    def attend(self, layer, q, k, v, softmax, x=None):
         scaling = softmax.scaling
         self.seen.append((q, k, v, scaling))
         cos, sin = self.ropes[layer].tables(torch.arange(q.shape[2]), q.dtype)

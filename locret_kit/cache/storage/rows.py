@@ -460,13 +460,24 @@ def restore_rows(
     rows.codec.fill(tensors)
 
 
-def copy_rows(rows: BoundedLayer, other: BoundedLayer) -> None:
-    """Make a layer a copy of another one of the same kind; nothing that one of both writes is shared. The room may be another
-    one."""
+def copy_rows(rows: BoundedLayer, other: BoundedLayer, heads: slice = ALL) -> None:
+    """Make a layer a copy of another one of the same kind, or of some of its heads; nothing that one of both writes is shared.
+    The room may be another one."""
     if not other.is_initialized:
         return
-    empty = torch.empty(1, other.layout.H, 0, dtype=other.dtype, device=other.device)
+    counts, tensors = export_rows(other)
+    H = len(range(other.layout.H)[heads])
+    if H < other.layout.H:
+        tensors = {name: _of_heads(name, x, heads, other.layout.H) for name, x in tensors.items()}
+    empty = torch.empty(1, H, 0, dtype=other.dtype, device=rows.device if rows.is_initialized else other.device)
     k_1H0D, v_1H0D = (empty.new_empty(*empty.shape, size) for size in (other.codec.key_size, other.codec.value_size))
-    restore_rows(rows, *export_rows(other), k_1H0D, v_1H0D)
+    restore_rows(rows, counts, tensors, k_1H0D, v_1H0D)
     if rows.store is not None and other.store is not None:
         rows.store.restore(other.store.export(), k_1H0D, v_1H0D)
+
+
+def _of_heads(name: str, x: Tensor, heads: slice, H: int) -> Tensor:
+    """Some of the key/value heads in an exported tensor ``[H, ...]``, or ``[N, H, ...]`` for statistics and states."""
+    if name == "stats" or name.startswith(STATE):
+        return x[:, heads]
+    return x.unflatten(0, (H, -1))[heads].flatten(0, 1) if name == "queries" else x[heads]

@@ -112,7 +112,7 @@ class CpuDriver:
 
     def ready(self, cache: BoundedCache) -> bool:
         """Whether the next token of a cache can come here."""
-        ready = not (cache.needs_reread or cache.unfinished) and cache.get_seq_length() > 0
+        ready = not (cache.state.needs_reread or cache.state.unfinished) and cache.get_seq_length() > 0
         return ready and not any(rows.codec.open for rows in cache.bounded)
 
     def weight_bytes(self, heads: RetainingHeads | None = None) -> int:
@@ -129,7 +129,7 @@ class CpuDriver:
         if not all(0 <= token < words for token in tokens):  # the call would read other memory
             raise IndexError(f"tokens={[*tokens]} must be below {words}, the rows of the backbone's words")
         for cache in caches:
-            cache.unfinished = True
+            cache.state.unfinished = True
         every = [self._pointers(cache) for cache in caches]
         heads = self._shared_heads(caches)
         asks = [heads is None and cache.context.policy.score.scores_new_tokens for cache in caches]
@@ -146,7 +146,7 @@ class CpuDriver:
             if seen is not None:
                 self._read(cache, pointers, seen[:, n].to(self.dtype), scored=asks[n])
             self._count(cache, pointers)
-            cache.unfinished = False
+            cache.state.unfinished = False
         return logits.float()
 
     def _pointers(self, cache: BoundedCache) -> RowPointers:

@@ -26,7 +26,6 @@ from locret_kernels.enter import HeadProduct
 from ...backbones.decoder_attention import Handler, Softmax
 from ...backbones.products import Product
 from ...backbones.weights import Dense, DenseLayer, Norm, NotDense, check_dense, dense
-from ...cache.bounded import BoundedCache
 from ...cache.context import Context
 from ...cache.folded import FoldedHead
 from ...cache.graphs import capture, quickest
@@ -123,8 +122,8 @@ def _stage(*products: Product, norm: Norm | None = None) -> RowProducts:
 
 
 class DenseStep:
-    """Forward of one token: ``step(ids, cache, handler)`` gives the same logits ``[1, V]`` (float32) after a token ``ids [1, 1]``
-    as the model's forward with this handler. ``cache`` is the text's."""
+    """Forward of one token: ``step(ids, handler)`` gives the same logits ``[1, V]`` (float32) after a token ``ids [1, 1]``
+    as the model's forward with this handler."""
 
     def __init__(self, model: PreTrainedModel, ctx: Context, weights: Dense) -> None:
         kernels = ctx.backend.kernels
@@ -139,26 +138,25 @@ class DenseStep:
         known = forms(kernels)
         self.layers = [[partial(known[self.forms[_shape(stage)]], stage=stage) for stage in layer] for layer in stages]
 
-    def __call__(self, ids_11: Tensor, cache: BoundedCache, handler: Handler) -> Tensor:
+    def __call__(self, ids_11: Tensor, handler: Handler) -> Tensor:
         """Logits ``[1, V]`` (float32). The handler sees the begin and the end of the forward."""
         handler.begin(self.model, {"input_ids": ids_11})
         x_1C = F.embedding(ids_11[0], self.weights.words.weight)
         for n in range(len(self.layers)):
-            x_1C = self.layer(n, x_1C, cache, handler)
+            x_1C = self.layer(n, x_1C, handler)
         handler.finish(x_1C[None], ids_11)
         return self.weights.head(self._normed(x_1C, self.weights.norm)).float()
 
-    def layer(self, n: int, x_1C: Tensor, cache: BoundedCache, handler: Handler) -> Tensor:
+    def layer(self, n: int, x_1C: Tensor, handler: Handler) -> Tensor:
         """Hidden state ``[1, C]`` after layer ``n``."""
         (enter, out, gate, down), own, head = self.layers[n], self.weights.layers[n], self.heads[n]
         *made, last = enter(x_1C, residual=None)
         if head is None:
             made.append(last)
-        else:
-            cache.input_BTC = HeadProduct(last[None], head.fc2_HR)
         q, k, v = (x.view(1, -1, 1, self.channels) for x in made)
         q, k = self._normed(q, own.query_norm), self._normed(k, own.key_norm)
-        attended = handler.attend(n, q, k, v, Softmax(own.scaling))
+        product = None if head is None else HeadProduct(last[None], head.fc2_HR)
+        attended = handler.attend(n, q, k, v, Softmax(own.scaling), product)
         (x_1C,) = out(attended.transpose(1, 2).reshape(1, -1), residual=x_1C)
         (gated,) = gate(x_1C, residual=None)
         (x_1C,) = down(gated, residual=x_1C)

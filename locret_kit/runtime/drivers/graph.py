@@ -187,18 +187,18 @@ class GraphDriver(StepGraphs[Form]):
         self._cut(form, "room")
         position_T = self.seen + self.offset_T  # int32, as the offsets
         if self.tokens > 1:
-            self.cache.fixed = lambda layer: StaticStep(self.seen, position_T)
+            self.cache.handler.fixed = lambda layer: StaticStep(self.seen, position_T)
         else:
             # Once for all layers: the rows of every head, the new token's included.
             lengths_LBH = self.length_L[:, None, None].expand(-1, *self.flats[0].starts_BH.shape) + 1
-            self.cache.fixed = partial(self._static_step, position_T, lengths_LBH)
+            self.cache.handler.fixed = partial(self._static_step, position_T, lengths_LBH)
         try:
             if self.dense is not None:
-                logits_NV = self.dense(self.ids, self.cache, self.cache)
+                logits_NV = self.dense(self.ids, self.cache.handler)
             else:
                 logits_NV = forward(self.model, self.ids, self.cache, logits_to_keep=1)[:, -1].float()
         finally:
-            self.cache.fixed = None
+            self.cache.handler.fixed = None
         self.seen += self.tokens
         self.length_L += self.tokens
         self._cut(form, "keep")

@@ -96,13 +96,13 @@ class TextsDriver(StepGraphs[Form]):
         self.given[form].copy_(numbers)
         logits_NV = self._run(form, partial(self._step, form, caches), partial(_undo, caches)).clone()
         for cache, before in zip(caches, followed, strict=True):
-            cache.unfinished = True
+            cache.state.unfinished = True
             for rows in cache.bounded:
                 rows.count(1)
             if before.left == 1:
                 evict_if_due(cache.context, cache.bounded)
             self._followed[cache] = before._replace(seen=before.seen + 1, left=before.left - 1)
-            cache.unfinished = False
+            cache.state.unfinished = False
         return logits_NV
 
     def _with_room(self, cache: BoundedCache) -> Followed:
@@ -118,7 +118,7 @@ class TextsDriver(StepGraphs[Form]):
         given = self.given[form]
         packed = Packed(caches, [1] * form.texts, given[1:].unflatten(0, (-1, 4)))
         if self.dense is not None and form.texts == 1:
-            logits_NV = self.dense(given[:1], caches[0], packed)
+            logits_NV = self.dense(given[:1], packed)
         else:  # one matrix product reads weights once for all texts
             logits_NV = forward(self.model, given[:1], packed)[0].float()
         caches[0].context.tables.clear()  # they lie in the memory of graphs
@@ -127,4 +127,4 @@ class TextsDriver(StepGraphs[Form]):
 
 def _undo(caches: Sequence[BoundedCache]) -> None:
     for cache in caches:
-        cache.unfinished = False
+        cache.state.unfinished = False
