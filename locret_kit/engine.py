@@ -1,16 +1,17 @@
 """The engine for rooms that serve, measure, or drive another engine: they import these names and nothing behind them.
 
-``Engine`` answers requests, ``LentPages`` are texts in another engine's forward, ``BoundedCache`` is a text.
+``Engine`` answers requests, ``BoundedCache`` is a text. Another engine has a ``StandIn`` for its model, and ``TextBatch`` for the
+texts of a forward, whose rows lie in its memory as ``PageShape`` says.
 """
 
 from __future__ import annotations
 
+from .backbones.stand_in import StandIn as StandIn
 from .cache.bounded import BoundedCache as BoundedCache
-from .cache.bounded import CannotFork as CannotFork
-from .cache.lent import LentPages as LentPages
-from .cache.lent import Ranks as Ranks
-from .cache.lent import SeenLayer as SeenLayer
+from .cache.pages import PageShape as PageShape
 from .cache.saved import CacheFile as CacheFile
+from .cache.state import CannotFork as CannotFork
+from .cache.texts import TextBatch as TextBatch
 from .heads import RetainingHeads as RetainingHeads
 from .runtime.engine import Engine as Engine
 from .runtime.repetition import KVzip as KVzip

@@ -16,10 +16,12 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from locret_kernels.enter import RowBuffers
 
-from ..backbones.spec import AttentionLayer, BackboneSpec
+from ..backbones.spec import AttentionLayer, BackboneSpec, spec_of
+from ..backbones.stand_in import config_of_rank
 from ..policies import Policy
 from ..policies.capabilities import reason
 from ..settings import Resolved
@@ -87,6 +89,18 @@ class PageShape:
     def nbytes(self) -> int:
         """Bytes of a page."""
         return self.heads * self.rows * self.row_bytes
+
+    def pool(self, memory: Tensor, pages: int) -> RowPool:
+        """As many pages in one stretch of memory, see ``RowPool``."""
+        return RowPool(self, memory, pages)
+
+
+def page_bytes(
+    config: PretrainedConfig, settings: Resolved, policies: Iterable[Policy], dtype: torch.dtype, ranks: int = 1
+) -> int:
+    """Bytes of a text's pages on one rank, of a model whose heads are split over ``ranks``; those of its layers are alike."""
+    shapes = PageShape.for_policies(spec_of(config_of_rank(config, ranks)), settings, policies, dtype)
+    return max(shape.nbytes for shape in shapes) * len(shapes)
 
 
 class RowPool:

@@ -21,7 +21,6 @@ from .context import CacheCounters, Context, Pins, RecallCounters, make_layers
 from .options import CacheOptions
 from .stages import stages_of
 from .storage.codec import BITS, Float8, Scratch
-from .storage.layouts import ALL
 from .storage.rows import BoundedLayer, copy_rows
 
 
@@ -113,10 +112,10 @@ class TextState:
         shared = (options, options.heads, options.policy, options.policy.merge, own and own.model, own and own.folded)
         return deepcopy(self, {id(one): one for one in shared})
 
-    def take_over(self, other: TextState, heads: slice = ALL) -> None:
-        """Become a copy of another text's rows, or of some of its key/value heads."""
+    def take_over(self, other: TextState, share: tuple[int, int] = (0, 1)) -> None:
+        """Become a copy of another text's rows, or of a share of its key/value heads: the first of two is ``(0, 2)``."""
         for mine, theirs in zip(self.layers, other.layers, strict=True):
-            copy_rows(mine, theirs, heads)
+            copy_rows(mine, theirs, share)
         self.states = deepcopy(other.states)
         self.set_counters(replace(other.counters), replace(other.context.recalls))
         self.last_hidden = None if other.last_hidden is None else other.last_hidden.clone()

@@ -139,12 +139,13 @@ class TextBatch:
         return self._position_N.to(device)
 
     def attend(
-        self, layer: int, q_NQD: Tensor, k_NHD: Tensor, v_NHD: Tensor, softmax: Softmax, out_NQD: Tensor,
-        x_NC: LayerInput = None,
+        self, layer: int, q_NQD: Tensor, k_NHD: Tensor, v_NHD: Tensor, softmax: tuple[float, float | None, Tensor | None],
+        out_NQD: Tensor,        x_NC: LayerInput = None,
     ) -> None:  # fmt: skip
         """Attention of the new tokens in one layer, into ``out``. They become rows, and a due eviction runs.
 
         Args:
+            softmax: fields of a ``Softmax``.
             x_NC: normed input of the layer, where it is at hand, or its head's product with it.
         """
         if not self.texts:
@@ -152,7 +153,7 @@ class TextBatch:
         # What follows the last text is padding.
         q_NQD, k_NHD, v_NHD = in_model_type(self.contexts[0], *(x[: self.end] for x in (q_NQD, k_NHD, v_NHD)))
         q, k, v = (x.transpose(0, 1)[None] for x in (q_NQD, k_NHD, v_NHD))  # [1, heads, N, D]
-        rows = [text.open(layer, softmax, k[:, :, :0], v[:, :, :0]) for text in self.texts]
+        rows = [text.open(layer, Softmax(*softmax), k[:, :, :0], v[:, :, :0]) for text in self.texts]
         if layer == 0 and self._step.given_X4N is None:
             for text, (start, end) in zip(self.texts, self.spans, strict=True):
                 text.make_room(end - start)

@@ -131,7 +131,7 @@ def _vllm(
     """
     import torch
 
-    from ..cache.lent import page_bytes
+    from ..cache.pages import page_bytes
     from ..planning.fitting_settings import DoesNotFit
     from ..planning.inference_plan import plan_inference
     from ..vllm.server_settings import Pages, check_policy, check_settings

@@ -33,9 +33,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheLayout
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from ..engine import LentPages
 from ..naming import check_name
 from .measure import measure, register_rotary, watch_modules
+from .pages import EnginePages
 from .refusals import release
 from .server_settings import OWN, VllmSettings
 from .worker import NOBODY, RequestInfo, State, begin, is_bounded, worker_here
@@ -46,7 +46,7 @@ class BoundedSpec(CircularBufferSpec):
     """One block a request. vLLM finds the manager of its base class, which claims a block when a request comes and no other."""
 
     @classmethod
-    def of(cls, pages: LentPages) -> BoundedSpec:
+    def of(cls, pages: EnginePages) -> BoundedSpec:
         """The block that is a page."""
         shape = pages.shape
         return cls(
@@ -147,7 +147,9 @@ class BoundedImpl(AttentionImpl):
             raise ValueError(f"this model's attention has {', '.join(unknown)}, which a bounded cache has not")
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, num_kv_heads
         self.sliding_window, self.kv_cache_dtype = sliding_window, kv_cache_dtype
-        self.softmax = LentPages.softmax(scale, logits_soft_cap or None, sinks)
+        self.softmax = scale, logits_soft_cap or None, sinks
+        self.plain = not logits_soft_cap and sinks is None
+        """Whether the softmax has a scaling alone."""
         self.shared = kv_sharing_target_layer_name is not None
         self.number = -1
         """Place of the layer in ``BackboneSpec.layers``."""

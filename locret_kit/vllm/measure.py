@@ -23,7 +23,6 @@ from vllm.model_executor.layers.rotary_embedding import Phi3LongRoPEScaledRotary
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.models.utils import extract_layer_index
 
-from ..engine import SeenLayer
 from .worker import State, Worker, is_bounded
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ def measure(worker: Worker) -> None:
     worker.unmeasured = None
     try:
         turned = traced(model, config, turns=True)
-        worker.pages.unrotate(model)
+        worker.pages.model.unrotate(model)
         here, there = traced(model, config), traced(model, config, MOVED)
         if unseen := layers.keys() - here.keys():
             raise ValueError(f"{min(unseen)} was not asked for attention")
@@ -126,9 +125,10 @@ def measure(worker: Worker) -> None:
         layers[name].impl.number = number
 
 
-def _seen(layer: Attention, index: int, *heads: tuple[Tensor, Tensor]) -> SeenLayer:
+def _seen(layer: Attention, index: int, *heads: tuple[Tensor, Tensor]) -> tuple[object, ...]:
+    """Fields of a ``SeenLayer``."""
     sizes, impl = (layer.num_heads, layer.num_kv_heads, layer.head_size, layer.head_size_v), layer.impl
-    return SeenLayer(layer.layer_name, index, sizes, layer.sliding_window, impl.softmax.is_plain, impl.shared, *heads)
+    return layer.layer_name, index, sizes, layer.sliding_window, impl.plain, impl.shared, *heads
 
 
 # ---- rotary embeddings that leave queries and keys as they are -----------------------------------------------------

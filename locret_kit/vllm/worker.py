@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..engine import BoundedCache, LentPages, Ranks
+from ..engine import BoundedCache
 from ..settings import made
+from .pages import EnginePages
+from .ranks import Ranks
 from .refusals import refuse_engine
 from .server_settings import ServerSettings, VllmSettings
 
@@ -39,7 +41,7 @@ class Worker:
     """A vLLM server's settings and requests, over one worker's memory."""
 
     server: ServerSettings
-    pages: LentPages
+    pages: EnginePages
     requests: dict[int, RequestInfo] = field(default_factory=dict)
     """Requests by row of vLLM's batch, see ``attention_backend.Requests``."""
     unmeasured: VllmConfig | None = None
@@ -54,7 +56,7 @@ class Worker:
             raise ValueError(
                 f"hf_overrides={overrides}: a bounded cache reads the model's own configuration, but for max_position_embeddings"
             )
-        pages = LentPages(
+        pages = EnginePages(
             model.model, server.settings, server.policies.values(), server.heads, dtype=model.dtype, device=device,
             ranks=ranks, revision=model.revision,
         )  # fmt: skip
@@ -132,7 +134,7 @@ def begin(vllm_config: VllmConfig, device: torch.device) -> Worker:
     State.worker.unmeasured = vllm_config
     if model.is_hybrid:  # vLLM makes states as large as so many of our pages
         vllm_config.cache_config.block_size, State.worker.pages.mixed = 1, True
-    if State.worker.pages.widens:
+    if State.worker.pages.model.widens:
         LOG.warning("warning: dtype=bfloat16: this processor widens each number of it: --dtype float32 is faster")
     return State.worker
 

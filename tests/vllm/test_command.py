@@ -12,7 +12,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from locret_kit.backbones import load as precision
-from locret_kit.cache import lent
+from locret_kit.backbones import stand_in
 from locret_kit.cli.vllm import main, served_by, settle
 from locret_kit.config.schema import read
 from locret_kit.config.serve_options import VLLM
@@ -45,7 +45,7 @@ def test_a_processor_without_bfloat16_serves_in_float32_unless_told_otherwise(
 
 def test_plain_vllm_is_warned_of_bfloat16_that_the_processor_lacks(tmp_path, monkeypatch, caplog):
     tiny.make(tmp_path, "llama")
-    monkeypatch.setattr(lent, "lacks_bfloat16", lambda: True)
+    monkeypatch.setattr(stand_in, "lacks_bfloat16", lambda: True)
     for dtype, warned in (("bfloat16", True), ("float32", False)):
         caplog.clear()
         with tiny.started(tmp_path, {"budget": 64, "chunk": 32, "policy": "knorm"}, dtype=dtype):

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from locret_kit.cache.lent import page_bytes
+from locret_kit.cache.pages import page_bytes
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings
 from locret_kit.vllm.server_settings import Pages

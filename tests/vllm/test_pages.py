@@ -12,9 +12,10 @@ from vllm import SamplingParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from locret_kit import BoundedCache
-from locret_kit.cache.lent import LentPages, page_bytes
+from locret_kit.cache.pages import page_bytes
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings
+from locret_kit.vllm.pages import EnginePages
 from locret_kit.vllm.server_settings import Pages
 
 SETTINGS = dict(budget=64, chunk=32, stabilizers=8, local_len=16, positions="compact")
@@ -60,7 +61,7 @@ def test_rotations_are_those_of_the_pages(tmp_path):
     config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     config.save_pretrained(tmp_path)
     settings, policy = RunSettings.of(SETTINGS | {"positions": "original"}), parse_policy(POLICIES[0])
-    pages = LentPages(
+    pages = EnginePages(
         str(tmp_path), settings.resolved({}, None), [policy], None, dtype=torch.float32, device=torch.device("cpu")
     )
 

@@ -7,7 +7,9 @@ import tiny
 import torch
 
 from locret_kit.backbones.spec import spec_of
-from locret_kit.engine import Ranks, RetainingHeads
+from locret_kit.backbones.stand_in import config_of_rank
+from locret_kit.engine import RetainingHeads
+from locret_kit.vllm.ranks import Ranks
 
 
 def test_a_head_that_is_split_gives_the_scores_of_the_whole(tmp_path):
@@ -32,6 +34,6 @@ def test_a_head_that_is_split_gives_the_scores_of_the_whole(tmp_path):
     assert split.config.n_kv_heads == 1 and spec_of(model.config).n_kv_heads == 2
 
 
-def test_ranks_that_do_not_divide_the_heads_are_refused():
+def test_ranks_that_do_not_divide_the_heads_are_refused(tmp_path):
     with pytest.raises(ValueError, match="tensor_parallel_size=3 must divide the 2 key/value heads"):
-        Ranks(0, 3).check(2)
+        config_of_rank(tiny.make(tmp_path, "llama").config, 3)

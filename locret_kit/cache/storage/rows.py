@@ -460,15 +460,16 @@ def restore_rows(
     rows.codec.fill(tensors)
 
 
-def copy_rows(rows: BoundedLayer, other: BoundedLayer, heads: slice = ALL) -> None:
-    """Make a layer a copy of another one of the same kind, or of some of its heads; nothing that one of both writes is shared.
-    The room may be another one."""
+def copy_rows(rows: BoundedLayer, other: BoundedLayer, share: tuple[int, int] = (0, 1)) -> None:
+    """Make a layer a copy of another one of the same kind, or of a share of its heads (the first of two is ``(0, 2)``); nothing
+    that one of both writes is shared. The room may be another one."""
     if not other.is_initialized:
         return
     counts, tensors = export_rows(other)
-    H = len(range(other.layout.H)[heads])
-    if H < other.layout.H:
-        tensors = {name: _of_heads(name, x, heads, other.layout.H) for name, x in tensors.items()}
+    (number, shares), H = share, other.layout.H // share[1]
+    if shares > 1:
+        own = slice(number * H, (number + 1) * H)
+        tensors = {name: _of_heads(name, x, own, other.layout.H) for name, x in tensors.items()}
     empty = torch.empty(1, H, 0, dtype=other.dtype, device=rows.device if rows.is_initialized else other.device)
     k_1H0D, v_1H0D = (empty.new_empty(*empty.shape, size) for size in (other.codec.key_size, other.codec.value_size))
     restore_rows(rows, counts, tensors, k_1H0D, v_1H0D)

@@ -9,9 +9,10 @@ from transformers import LlamaConfig
 from locret_kit import BoundedCache
 from locret_kit.backbones.decoder_attention import Softmax
 from locret_kit.cache import step as step_module
-from locret_kit.cache.lent import LentPages, Ranks
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings
+from locret_kit.vllm.pages import EnginePages
+from locret_kit.vllm.ranks import Ranks
 
 SETTINGS = RunSettings(budget=24, chunk=8, stabilizers=3, local_len=4, positions="compact")
 LAYERS, HEADS, D = 2, (4, 2, 2), 8
@@ -36,10 +37,10 @@ def test_attention_is_that_of_a_cache_with_memory_of_its_own(tmp_path, policy, s
     ).save_pretrained(tmp_path)  # fmt: skip
     parts, draw = parse_policy(policy), torch.Generator().manual_seed(2)
 
-    def pages_of(ranks: Ranks) -> LentPages:
+    def pages_of(ranks: Ranks) -> EnginePages:
         resolved = SETTINGS.resolved({}, None)
         options = {"dtype": torch.float32, "device": torch.device("cpu"), "ranks": ranks}
-        return LentPages(str(tmp_path), resolved, [parts], None, **options)
+        return EnginePages(str(tmp_path), resolved, [parts], None, **options)
 
     def text(tokens: int) -> BoundedCache:
         return BoundedCache(SETTINGS, parts, prompt_length=tokens)
@@ -53,7 +54,7 @@ def test_attention_is_that_of_a_cache_with_memory_of_its_own(tmp_path, policy, s
     ]
     document = whole.bind(text(80))
     for layer in range(LAYERS):
-        document.attend(layer, *tokens(READ), Softmax(0.3))
+        document.handler.attend(layer, *tokens(READ), Softmax(0.3))
     alone = {page: whole.bind(text(LENGTHS[page])) for page in (1, 2)} | {3: document.fork(LENGTHS[3])}
     for pages, own in zip(ranks, memory, strict=True):
         pages.begin(3, text(9))  # whose page becomes another's
@@ -70,7 +71,7 @@ def test_attention_is_that_of_a_cache_with_memory_of_its_own(tmp_path, policy, s
             given, expected = tokens(start), torch.empty(1, HEADS[0], start, D)
             for page, first, end, _ in turns:
                 new_tokens = (x[:, :, first:end] for x in given)
-                expected[:, :, first:end] = alone[page].attend(layer, *new_tokens, Softmax(0.3))
+                expected[:, :, first:end] = alone[page].handler.attend(layer, *new_tokens, Softmax(0.3))
             outs = []
             for rank, step in enumerate(steps):
                 q, k, v = (x[0].chunk(size)[rank].transpose(0, 1).contiguous() for x in given)
@@ -78,7 +79,7 @@ def test_attention_is_that_of_a_cache_with_memory_of_its_own(tmp_path, policy, s
                 step.attend(layer, q, k, v, memory[rank][layer], Softmax(0.3), outs[-1])
             torch.testing.assert_close(torch.cat(outs, 1), expected[0].transpose(0, 1))
         for page in new:
-            alone[page].evict_waiting()
+            alone[page].state.evict_waiting()
     assert LAYERS in cuts if together else set(cuts) == {1}
     assert alone[1].schedule.budget < alone[1].get_seq_length()
     with pytest.raises(RuntimeError, match="page 2 holds 43 tokens, and the engine says 7 tokens"):
