@@ -262,7 +262,7 @@ class BoundedCache(StatefulCache):
         heads, rows = self.context.spec.layers[layer].n_kv_heads, self.bounded[layer]
         none = torch.empty(1, heads, 0, dtype=torch.int32, device=self.context.model.device)
         kept = rows.kept() if rows.is_initialized else none
-        return view.in_prompt(self.reread_positions, self.schedule.prompt_length or 0, kept)
+        return view.to_prompt_positions(self.reread_positions, self.schedule.prompt_length or 0, kept)
 
     @property
     def reread_positions(self) -> list[int]:

@@ -23,13 +23,13 @@ PIECE = 512
 class Due(NamedTuple):
     """The next block of a layer, and the cuts around it."""
 
-    room: int | None
+    evict_before: int | None
     """Rows to keep before the block, which has no room otherwise; None where nothing moves."""
     tokens: int
     """Length of the block."""
-    keep: int | None
+    evict_after: int | None
     """Rows to keep after it; None where nothing is evicted."""
-    last: bool
+    final: bool
     """Whether that is the eviction before the tail, which protects no stabilizers: the tail follows the newest slots."""
 
 

@@ -19,7 +19,7 @@ from ..settings import FIRST
 from .context import Context, Stage
 from .storage.blocks import BlockStore, Recalled
 from .storage.rows import BoundedLayer, EqualLengthHeads
-from .view import turned_back
+from .view import unrotate
 
 # ---- merging --------------------------------------------------------------------------------------------------------
 
@@ -46,7 +46,7 @@ class MergeStage(Stage):
             if merger.remembers:
                 facts_S = torch.logaddexp(facts_S, rows.head("absorbed", h))
             exact = torch.promote_types(keys.dtype, torch.float32)
-            keys_SD = keys.to(exact) if raw else turned_back(rope, keys.to(exact), positions)
+            keys_SD = keys.to(exact) if raw else unrotate(rope, keys.to(exact), positions)
             free_S = slice(None) if slots.pinned is None else ~slots.pinned[0, h, own]
             new = merger.fold(rows.number, keys_SD[free_S], values.to(exact)[free_S], facts_S[free_S], stay_S[free_S])
             at, folded = torch.arange(len(keys), device=keys.device)[free_S][new.slots_R], new.keys_RD

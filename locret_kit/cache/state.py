@@ -189,7 +189,7 @@ class TextState:
     def set_pins(self, pins: Pins) -> None:
         """Pin these positions alone. Raises ValueError: a layer has no room for them."""
         if self._context is not None:
-            at = view.in_rows(pins, self.reread_positions, self.schedule.prompt_length or 0)
+            at = view.to_cache_positions(pins, self.reread_positions, self.schedule.prompt_length or 0)
             # Before a second reading all pins count, whatever rows there are: its passages must hold them.
             view.check_room(self._context, at, () if self.needs_reread else self.layers)
             self.change_context(pins=at)

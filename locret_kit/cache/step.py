@@ -27,7 +27,7 @@ from .due import Due
 from .storage.codec import Float8, Plain
 from .storage.layouts import EqualRows, RaggedRows
 from .storage.rows import BoundedLayer, EqualLengthHeads
-from .view import entry_scores, of_tokens, prefill_mask, slots_of
+from .view import entry_scores, prefill_mask, select_tokens, slots_of
 
 # ---- attention of new tokens, which are rows already, over the rows of their layer ----------------------------------
 
@@ -44,18 +44,18 @@ class StaticStep:
     """Position of each, in the type of stored positions (int32)."""
     row_1: Tensor | None = None
     """Row ``[1]`` that a single token becomes in every head; the host knows those of a chunk."""
-    flat: VarlenRows | None = None
+    varlen: VarlenRows | None = None
     """Rows that a single token sees, its own included."""
 
 
 def attend_token(ctx: Context, rows: BoundedLayer, q: Tensor, fixed: StaticStep | None = None) -> Tensor:
     """Attention ``[B, Q, 1, D]`` of one token over all heads in one call, of rows that lie end to end."""
-    flat = rows.flat().newest(rows.window) if fixed is None or fixed.flat is None else fixed.flat
+    varlen = rows.varlen().newest(rows.window) if fixed is None or fixed.varlen is None else fixed.varlen
     seen = rows.seen if fixed is None or not ctx.positions.span else fixed.seen + 1
-    return attend_flat(ctx, rows, flat, q, seen)
+    return attend_varlen(ctx, rows, varlen, q, seen)
 
 
-def attend_flat(ctx: Context, rows: BoundedLayer, flat: VarlenRows, q: Tensor, seen: int | Tensor) -> Tensor:
+def attend_varlen(ctx: Context, rows: BoundedLayer, varlen: VarlenRows, q: Tensor, seen: int | Tensor) -> Tensor:
     """Attention ``[B, Q, 1, D]`` of the newest token of texts, which have ``seen`` tokens, over all heads in one call.
 
     Args:
@@ -63,26 +63,26 @@ def attend_flat(ctx: Context, rows: BoundedLayer, flat: VarlenRows, q: Tensor, s
     """
     rotation: Rotation | Angles | None = None
     if (rope := ctx.read_rope(rows)) is not None:
-        q, rotation = _turned(ctx, rope, flat, q, seen)
+        q, rotation = _rotate_query(ctx, rope, varlen, q, seen)
     statistics = ctx.statistics if rows.window is None else ()
-    return decode_rows(q, flat, rows.scaling, ctx.backend.kernels, statistics, rotation, ctx.group)
+    return decode_rows(q, varlen, rows.scaling, ctx.backend.kernels, statistics, rotation, ctx.group)
 
 
-def _turned(
-    ctx: Context, rope: Rope, flat: VarlenRows, q: Tensor, seen: int | Tensor
+def _rotate_query(
+    ctx: Context, rope: Rope, varlen: VarlenRows, q: Tensor, seen: int | Tensor
 ) -> tuple[Tensor, Rotation | Angles]:
     """A token's query, and the rotation of the keys that it sees: by their rank, or among the newest ``span`` tokens by their
     distance where that places them higher (see ``rotation``)."""
     span, both = ctx.positions.span or 0, (rope, rope.of_queries)
     if not span and ctx.backend.launches:  # it rotates the query too
-        return q, Angles(*(one.steps(flat.longest, q.device) for one in both))
-    of_keys, of_queries = (ctx.tables.upto(one, max(span, flat.longest), q) for one in both)
+        return q, Angles(*(one.steps(varlen.longest, q.device) for one in both))
+    of_keys, of_queries = (ctx.tables.upto(one, max(span, varlen.longest), q) for one in both)
     # The query stands where its own row does, which is the newest of its head.
-    newest_BH, place_N = flat.lengths_BH - 1, None
+    newest_BH, place_N = varlen.lengths_BH - 1, None
     if span:
         now = seen if isinstance(seen, Tensor) else torch.tensor(seen, device=q.device)
         before = (now - span).clamp(min=0)
-        newest_BH, place_N = torch.maximum(newest_BH, now - 1 - before), flat.positions_N - before
+        newest_BH, place_N = torch.maximum(newest_BH, now - 1 - before), varlen.positions_N - before
     # P = B * H: a group turns alike
     tables = (table_SR[newest_BH.flatten()][:, None, None] for table_SR in of_queries)
     group_PG1D = q.reshape(newest_BH.numel(), -1, 1, q.shape[-1])
@@ -101,10 +101,10 @@ def attend_again(ctx: Context, rows: BoundedLayer, q: Tensor) -> Tensor:
 def attend_newest(ctx: Context, rows: BoundedLayer, q: Tensor, fixed: StaticStep | None = None) -> Tensor:
     """Attention ``[B, Q, T, D]`` of the newest tokens, which are rows already. One token takes a call for all heads; a block
     takes one per part, heads of equal length, or one for heads of different lengths where PyTorch has it."""
-    if fixed is not None and fixed.flat is not None:
+    if fixed is not None and fixed.varlen is not None:
         return attend_token(ctx, rows, q, fixed)
     masked = prefill_mask(ctx, rows) is not None
-    if q.shape[2] == 1 and rows.reads_flat and not masked:
+    if q.shape[2] == 1 and rows.uses_varlen and not masked:
         return attend_token(ctx, rows, q)
     narrows = any(stage.narrows(rows, q.shape[2]) for stage in ctx.stages)
     plain = not rows.statistics and not narrows and not masked and rows.softmax.is_plain
@@ -150,7 +150,7 @@ def _attend_part(
     T, shown, rotation = q.shape[2], None, None
     if (mask := prefill_mask(ctx, rows)) is not None:
         shown = mask.visible(part.keys.shape[2], rows.since_eviction)
-    keys, values = _picked(part.keys, shown), _picked(part.values, shown)
+    keys, values = _gather(part.keys, shown), _gather(part.values, shown)
     if (rope := ctx.read_rope(rows)) is not None:
         n = keys.shape[2]
         if ctx.positions.by_rank:
@@ -158,7 +158,7 @@ def _attend_part(
             newest = queries_at[0][-T:], queries_at[1][-T:]
         else:
             rank_S = torch.arange(n, device=q.device)
-            at = ctx.positions.place(rank_S, _picked(part.positions, shown), seen)
+            at = ctx.positions.place(rank_S, _gather(part.positions, shown), seen)
             keys_at = ctx.tables.at(rope, at, ctx.positions.span, q)
             # The newest tokens are placed alike in heads of equal length.
             newest = ctx.tables.at(rope.of_queries, at[0, 0, -T:], max(ctx.positions.span or 0, n), q)
@@ -176,16 +176,16 @@ def _attend_part(
     if want:  # each row's statistic [b, h, S] sums over the group and the block's queries
         for made, stats in zip(counted, part.stats.unflatten(0, (1 + ctx.group, -1)), strict=True):
             for stat, name in zip(stats, ctx.statistics, strict=True):
-                _add_picked(stat, getattr(made, name), shown)
+                _scatter_add(stat, getattr(made, name), shown)
     return out
 
 
-def _picked(rows: Tensor, seen: Sequence[slice] | None) -> Tensor:
+def _gather(rows: Tensor, seen: Sequence[slice] | None) -> Tensor:
     """The rows ``[b, h, S, ...]`` that are seen, concatenated."""
     return rows if seen is None else torch.cat([rows[:, :, piece] for piece in seen], dim=2)
 
 
-def _add_picked(stat_bhS: Tensor, made: Tensor, seen: Sequence[slice] | None) -> None:
+def _scatter_add(stat_bhS: Tensor, made: Tensor, seen: Sequence[slice] | None) -> None:
     """Add statistics ``[b, h, n]`` of the seen rows to those of all rows ``[b, h, S]``, in place."""
     start = 0
     for piece in seen or (slice(None),):
@@ -221,9 +221,9 @@ def read_tokens(
         due = ctx.due(rows, tokens - start)
         new = slice(start, start + due.tokens)
         make_room(ctx, [rows], due.tokens)
-        part = of_tokens(score, new)
+        part = select_tokens(score, new)
         out.append(read_block(ctx, rows, q_BQTD[:, :, new], k_BHTD[:, :, new], v_BHTD[:, :, new], None, part))
-        evict_after(ctx, rows, due, waiting if new.stop == tokens else None)
+        evict_or_wait(ctx, rows, due, waiting if new.stop == tokens else None)
         rows.codec.finish_block()
         start = new.stop
     return out[0] if len(out) == 1 else torch.cat(out, dim=2)
@@ -270,7 +270,7 @@ class Eviction(NamedTuple):
     rows: BoundedLayer
     keep: int
     """Slots of a head, on average where heads differ."""
-    last: bool = False
+    final: bool = False
     """Whether this is the eviction before the tail, which protects no newest slots."""
 
 
@@ -280,27 +280,27 @@ def make_room(ctx: Context, layers: Iterable[BoundedLayer], tokens: int, seen: i
     cuts = []
     for rows in layers:
         due = ctx.due(rows, tokens)
-        if due.room is None:
+        if due.evict_before is None:
             if rows.rows + due.tokens > rows.capacity:
                 rows.grow(rows.rows + due.tokens)
         elif rows.window is not None:
-            rows.drop_oldest(due.room)
+            rows.drop_oldest(due.evict_before)
         else:
-            cuts.append(Eviction(rows, due.room))
+            cuts.append(Eviction(rows, due.evict_before))
     evict(ctx, cuts, seen)
 
 
 def evict_if_due(ctx: Context, layers: Iterable[BoundedLayer], seen: int | Tensor | None = None) -> None:
     """Evict at a boundary of the schedule. ``seen``: None, a number or a tensor of shape []."""
     dues = ((rows, ctx.due(rows, 0)) for rows in layers)
-    cuts = [Eviction(rows, due.keep, due.last) for rows, due in dues if due.keep is not None]
+    cuts = [Eviction(rows, due.evict_after, due.final) for rows, due in dues if due.evict_after is not None]
     evict(ctx, cuts, seen)
 
 
-def evict_after(ctx: Context, rows: BoundedLayer, due: Due, waiting: list[Eviction] | None = None) -> None:
+def evict_or_wait(ctx: Context, rows: BoundedLayer, due: Due, waiting: list[Eviction] | None = None) -> None:
     """Evict where it is due after a block, or let it be ``waiting`` where it may be one call with other layers."""
-    if due.keep is not None and not ctx.evicts_after_forward:
-        cut = Eviction(rows, due.keep, due.last)
+    if due.evict_after is not None and not ctx.evicts_after_forward:
+        cut = Eviction(rows, due.evict_after, due.final)
         if waiting is not None and evicts_together(ctx, rows):
             waiting.append(cut)
         else:
@@ -323,15 +323,15 @@ def evict(ctx: Context, cuts: Iterable[Eviction], seen: int | Tensor | None = No
         rows = cut.rows
         if rows.rows > cut.keep:
             key = (rows.rows, rows.layout.H, rows.device) if evicts_together(ctx, rows) else rows.number
-            alike.setdefault((key, cut.keep, cut.last), []).append(cut)
+            alike.setdefault((key, cut.keep, cut.final), []).append(cut)
     for same in alike.values():
         _evict(ctx, same, seen)
 
 
 def _evict(ctx: Context, cuts: Sequence[Eviction], seen: int | Tensor | None) -> None:
     """Cut layers that go together, after ``seen`` tokens (None, a number or a tensor of shape [])."""
-    policy, counters, (first, keep, last) = ctx.policy, ctx.counters, cuts[0]
-    stabilizers = 0 if last else min(ctx.schedule.stabilizers, keep)
+    policy, counters, (first, keep, final) = ctx.policy, ctx.counters, cuts[0]
+    stabilizers = 0 if final else min(ctx.schedule.stabilizers, keep)
     slots_L = [slots_of(ctx, rows, keep, stabilizers, seen) for rows, *_ in cuts]
     t0 = time.perf_counter()
     scores_L = []

@@ -21,9 +21,9 @@ from ..backbones.decoder_attention import LayerInput, Rope, Softmax, Tables
 from .attend import VarlenRows
 from .context import Context
 from .pages import RowPool
-from .step import attend_flat, evict_after, in_model_type, make_room, read_tokens
+from .step import attend_varlen, evict_or_wait, in_model_type, make_room, read_tokens
 from .storage.rows import BoundedLayer
-from .view import entry_scores, folded_scores, of_tokens, score_alike, scores_of
+from .view import entry_scores, folded_scores, score_alike, scores_of, select_tokens
 
 if TYPE_CHECKING:
     from .state import TextState
@@ -68,7 +68,7 @@ class StepTables:
     def __init__(self, given_X4N: Tensor | None = None) -> None:
         self.given_X4N = given_X4N
         self._indices: dict[RowNumbers, RowIndex] = {}
-        self._own: dict[tuple[RowIndex, int], Tables] = {}
+        self._rotations: dict[tuple[RowIndex, int], Tables] = {}
 
     def index(self, pool: RowPool, rows: Sequence[BoundedLayer]) -> RowIndex:
         """Index of the next token of texts in one pool."""
@@ -85,13 +85,13 @@ class StepTables:
             self._indices[key] = RowIndex(at_NH, starts_NH, lengths_NH, seen_N[:, None].int(), longest)
         return self._indices[key]
 
-    def own(self, index: RowIndex, rope: Rope, like: Tensor) -> Tables:
+    def rotation_tables(self, index: RowIndex, rope: Rope, like: Tensor) -> Tables:
         """cos and sin ``[N, 1, 1, R]`` of the next tokens' positions in their texts."""
         key = index, id(rope)
-        if key not in self._own:
+        if key not in self._rotations:
             cos, sin = rope.tables(index.seen_N1[:, 0], like.dtype)
-            self._own[key] = cos[:, None, None], sin[:, None, None]
-        return self._own[key]
+            self._rotations[key] = cos[:, None, None], sin[:, None, None]
+        return self._rotations[key]
 
 
 def batch_key(ctx: Context) -> Hashable | None:
@@ -126,7 +126,7 @@ class TextBatch:
         self._scored_alike = (len(texts) > 1 or given_X4N is not None) and score_alike(self.contexts)
         self._step = StepTables(given_X4N)
         self._groups: list[DecodingGroup] | None = None
-        self._alone: list[int] = []
+        self._sequential: list[int] = []
         self._position_N = None if given_X4N is None else given_X4N[0, 3]
 
     def positions(self, size: int, device: torch.device) -> Tensor:
@@ -163,11 +163,11 @@ class TextBatch:
             score = folded_scores(ctx, layer, x_BTC, self.end)
         if score is None and self._scored_alike:
             score = entry_scores(ctx, rows[0], 0, q, k, v, self.positions(self.end, q.device)[None])
-        for turns, at in self._plan(rows, q.device):
-            out_NQD[at] = self._decode(turns, rows, q_NQD[at], k_NHD[at], v_NHD[at], of_tokens(score, at))
-        for i in self._alone:
+        for members, at in self._plan(rows, q.device):
+            out_NQD[at] = self._decode(members, rows, q_NQD[at], k_NHD[at], v_NHD[at], select_tokens(score, at))
+        for i in self._sequential:
             new = slice(*self.spans[i])
-            part, waiting = of_tokens(score, new), self.texts[i].waiting
+            part, waiting = select_tokens(score, new), self.texts[i].waiting
             new_q, new_k, new_v = (x[:, :, new] for x in (q, k, v))
             out = read_tokens(self.contexts[i], rows[i], new_q, new_k, new_v, part, waiting)
             out_NQD[new] = out[0].transpose(0, 1)
@@ -187,24 +187,26 @@ class TextBatch:
                 plain = all(call.plain for call in ctx.description.calls)
                 key = batch_key(ctx) if own.page is not None and plain and end == start + 1 else None
                 if key is None or own.page is None:
-                    self._alone.append(i)
+                    self._sequential.append(i)
                 else:
                     alike.setdefault((key, id(own.page.pool)), []).append(i)
             self._groups = []
-            for turns in alike.values():
-                starts = [self.spans[i][0] for i in turns]
+            for members in alike.values():
+                starts = [self.spans[i][0] for i in members]
                 first, end = starts[0], starts[0] + len(starts)
                 # Tokens side by side, as they mostly are, need no index.
                 side_by_side = starts == list(range(first, end))
-                self._groups.append((turns, slice(first, end) if side_by_side else torch.tensor(starts, device=device)))
+                self._groups.append(
+                    (members, slice(first, end) if side_by_side else torch.tensor(starts, device=device))
+                )
         return self._groups
 
     def _decode(
-        self, turns: list[int], all_rows: Sequence[BoundedLayer], q_NQD: Tensor, k_NHD: Tensor,
+        self, members: list[int], all_rows: Sequence[BoundedLayer], q_NQD: Tensor, k_NHD: Tensor,
         v_NHD: Tensor, score: Score,
     ) -> Tensor:  # fmt: skip
         """Attention output ``[N, Q, D]`` of one new token of each text of a group, which become rows; evicts where it is due."""
-        texts = [(self.contexts[i], all_rows[i]) for i in turns]
+        texts = [(self.contexts[i], all_rows[i]) for i in members]
         rows = [own for _, own in texts]
         ctx, first = texts[0]
         pool = first.page and first.page.pool
@@ -221,19 +223,19 @@ class TextBatch:
         if first.recent:  # as they came: a score rotates the newest queries for the rows that an eviction leaves
             pool.append_queries(index.starts_NH[:, 0], q_NQD, first.recent)
         if (rope := ctx.write_rope(first)) is not None:
-            k_NHD = ctx.backend.rotate(k_NHD[:, :, None], *self._step.own(index, rope, q_NQD))[:, :, 0]
-            q_NQ1D = ctx.backend.rotate(q_NQ1D, *self._step.own(index, rope.of_queries, q_NQD))
+            k_NHD = ctx.backend.rotate(k_NHD[:, :, None], *self._step.rotation_tables(index, rope, q_NQD))[:, :, 0]
+            q_NQ1D = ctx.backend.rotate(q_NQ1D, *self._step.rotation_tables(index, rope.of_queries, q_NQD))
         # One write for all texts. Rows are counted after it: until then the pages say where the new ones go.
         enter = function("enter_rows", ctx.backend.kernels)
         enter(pool.rows, index.at_NH.T, k_NHD.transpose(0, 1), v_NHD.transpose(0, 1), index.seen_N1[:, 0], score)
         statistics = ctx.statistics if first.window is None else ()
         stats = pool.stats[: len(statistics) * (1 + ctx.group)]
-        flat = VarlenRows(
+        varlen = VarlenRows(
             (pool.keys, pool.values), pool.positions, stats, index.starts_NH, index.lengths_NH, index.longest
         ).newest(first.window)
-        out = attend_flat(ctx, first, flat, q_NQ1D, first.seen)
+        out = attend_varlen(ctx, first, varlen, q_NQ1D, first.seen)
         # Each by its own schedule; what moves lies in its own page.
-        for i, (own_ctx, own), due in zip(turns, texts, dues, strict=False):
+        for i, (own_ctx, own), due in zip(members, texts, dues, strict=False):
             own.count(1)
-            evict_after(own_ctx, own, due, self.texts[i].waiting)
+            evict_or_wait(own_ctx, own, due, self.texts[i].waiting)
         return out[:, :, 0]

@@ -184,10 +184,10 @@ def _raw_keys(ctx: Context, rows: BoundedLayer) -> Tensor:
     keys = rows.slots("keys")
     if ctx.read_rope(rows) is not None:
         return keys
-    return turned_back(ctx.rope(rows.number), keys, rows.slots("positions"))
+    return unrotate(ctx.rope(rows.number), keys, rows.slots("positions"))
 
 
-def turned_back(rope: Rope, keys: Tensor, positions: Tensor) -> Tensor:
+def unrotate(rope: Rope, keys: Tensor, positions: Tensor) -> Tensor:
     """Keys before RoPE, of shape ``[..., D]``, from keys rotated for ``positions [...]``."""
     cos, sin = (table.view(*positions.shape, -1) for table in rope.tables(positions.flatten(), keys.dtype))
     turned = rotate(keys, cos, -sin)
@@ -258,7 +258,7 @@ def folded_scores(ctx: Context, layer: int, x_BTC: Tensor | HeadProduct | None, 
     return None if head is None or x_BTC is None or x_BTC.shape[1] != tokens else head.product(x_BTC)
 
 
-def of_tokens(score: Score, at: slice | Tensor) -> Score:
+def select_tokens(score: Score, at: slice | Tensor) -> Score:
     """Entry scores ``[B, H, T]`` of some of the tokens."""
     if isinstance(score, HeadProduct):
         return score._replace(hidden_BTR=score.hidden_BTR[:, at])
@@ -381,7 +381,7 @@ def choose_passages(ctx: Context, reread: Reread, layers: Sequence[BoundedLayer]
     return chosen
 
 
-def in_rows(pins: Pins, reread: Sequence[int], total: int) -> Pins:
+def to_cache_positions(pins: Pins, reread: Sequence[int], total: int) -> Pins:
     """Pins of a prompt of ``total`` tokens as ranges of the positions in rows. The positions ``reread`` are read in
     the place of its last ones; other tokens are gone."""
     if not reread:
@@ -392,7 +392,7 @@ def in_rows(pins: Pins, reread: Sequence[int], total: int) -> Pins:
     return pins_of([*again, *((max(start, total), end) for start, end in pins)])
 
 
-def in_prompt(reread: Sequence[int], total: int, positions: Kept) -> Kept:
+def to_prompt_positions(reread: Sequence[int], total: int, positions: Kept) -> Kept:
     """Positions at which a layer holds rows (``[1, H, rows]``, or ``[0][h]`` where heads differ) as positions in the prompt."""
 
     def moved(position: Tensor) -> Tensor:

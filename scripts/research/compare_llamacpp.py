@@ -123,7 +123,7 @@ def bytes_of(*modules: torch.nn.Module) -> int:
 
 def rows_of(cache: BoundedCache) -> int:
     """Bytes of keys and values, with the levels of those in few bits, that attention of one token reads."""
-    return sum(sum(x.nbytes for x in rows.flat().rows) * rows.rows // rows.capacity for rows in cache.bounded)
+    return sum(sum(x.nbytes for x in rows.varlen().rows) * rows.rows // rows.capacity for rows in cache.bounded)
 
 
 def start_llama(path: str, context: int, threads: int, kv_bits: int | None) -> None:

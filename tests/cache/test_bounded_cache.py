@@ -185,17 +185,17 @@ def test_what_is_due_is_what_the_definition_cuts_token_by_token(n, budget, chunk
         while piece:
             due = schedule.due(layer, budget, piece, after_forward=after)
             assert 1 <= due.tokens <= piece
-            if due.room is not None:
+            if due.evict_before is not None:
                 assert layer.rows + due.tokens > layer.capacity and n is not None and layer.seen >= n
-                layer.rows = due.room
+                layer.rows = due.evict_before
             for token in range(due.tokens):
                 layer.seen, layer.rows = layer.seen + 1, layer.rows + 1
                 assert layer.rows <= layer.capacity
                 kept = keeps(schedule, layer.seen, layer.rows)
                 assert kept == layer.rows or token == due.tokens - 1, "a block crosses an eviction"
-            assert due.keep == (None if kept == layer.rows else kept)
-            assert due.last == (layer.seen == schedule.body)
-            assert schedule.due(layer, budget, 0).keep == due.keep
+            assert due.evict_after == (None if kept == layer.rows else kept)
+            assert due.final == (layer.seen == schedule.body)
+            assert schedule.due(layer, budget, 0).keep == due.evict_after
             layer.rows, piece = kept, piece - due.tokens
 
 
@@ -205,8 +205,8 @@ def test_a_window_holds_what_the_next_block_sees(window, chunk, chunked, pieces)
     for piece in pieces:
         while piece:
             due, seen = schedule.due(layer, 0, piece), layer.seen
-            assert due.keep is None and 1 <= due.tokens <= piece
-            layer.rows = layer.rows if due.room is None else min(layer.rows, due.room)
+            assert due.evict_after is None and 1 <= due.tokens <= piece
+            layer.rows = layer.rows if due.evict_before is None else min(layer.rows, due.evict_before)
             wanted = seen % window if chunked else min(seen, window - 1)
             assert wanted <= layer.rows and layer.rows + due.tokens <= layer.capacity
             layer.seen, layer.rows, piece = seen + due.tokens, layer.rows + due.tokens, piece - due.tokens

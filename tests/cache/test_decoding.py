@@ -34,7 +34,7 @@ EACH = 4
 
 
 class Watch:
-    """Counts every one-token attention that goes through ``flat``, and compares one of ``EACH`` with attention written out."""
+    """Counts every one-token attention that goes through ``varlen``, and compares one of ``EACH`` with attention written out."""
 
     def __init__(self, atol: float) -> None:
         self.atol, self.steps, self.gains = atol, 0, 0
@@ -47,7 +47,7 @@ class Watch:
             compared = watch.steps % EACH == 0
             before = rows.slots("stats").clone() if compared and rows.is_initialized and rows.rows else None
             out = real(ctx, rows, q, *rest)
-            if q.shape[2] == 1 and rows.reads_flat:
+            if q.shape[2] == 1 and rows.uses_varlen:
                 watch.steps += 1
                 if compared:
                     watch.compare(ctx, rows, q, rows.scaling, out, before)

@@ -93,7 +93,7 @@ def test_a_token_of_each_text_in_one_call_is_the_step_of_each(family, policy, po
                 [cache.state for cache in pooled], [(i, i + 1) for i in range(3)], [mine.seen for mine in rows]
             )
             batch.attend(layer, *(x[:, :, 0] for x in (q, k, v)), Softmax(0.3), out)
-            assert not batch._alone
+            assert not batch._sequential
             torch.testing.assert_close(out[:, :, None], torch.cat(wanted))
         for cache, mine in zip(alone, rows, strict=True):
             theirs = cache.bounded[layer]

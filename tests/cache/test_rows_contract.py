@@ -106,7 +106,7 @@ def same(rows: BoundedLayer, lists: Listed, most: float) -> None:
         assert float(error.max()) <= most
 
     q = torch.randn(1, Q, 1, D, generator=torch.Generator().manual_seed(1))
-    out = decode_rows(q, rows.flat(), 0.1, "reference")
+    out = decode_rows(q, rows.varlen(), 0.1, "reference")
     parts = {h: (part, h - part.heads.start) for part in rows.parts() for h in range(H)[part.heads]}
     kept = rows.kept()
     for h, listed in enumerate(lists.heads):

@@ -170,7 +170,7 @@ def test_between_two_evictions_the_host_asks_for_none(monkeypatch):
 @pytest.mark.parametrize("every", [1, 5])
 def test_evictions_that_are_due_after_a_token(every):
     step = same(backbone(), pair("h2o", decode_every=every), tokens(), TapedDecoder)
-    assert any(one.due.keep for form in step.graphs for one in form)
+    assert any(one.due.evict_after for form in step.graphs for one in form)
 
 
 def test_what_is_not_captured_says_why():

@@ -93,6 +93,6 @@ class TapedDecoder(GraphDriver):
         logits = super()._run(form, *rest)
         self.replays += form in self.graphs
         self.evictions_replayed += (
-            any(one.due and (one.due.room or one.due.keep) for one in form) and form in self.graphs
+            any(one.due and (one.due.evict_before or one.due.evict_after) for one in form) and form in self.graphs
         )
         return logits

@@ -2,7 +2,7 @@
 head lie, a codec how keys and values are stored; both are handed in.
 
 A layer holds one text, so its buffers have no batch axis. New tokens come with one of size 1, and what attention and policies
-read (``parts``, ``flat``, ``slots``) has it."""
+read (``parts``, ``varlen``, ``slots``) has it."""
 
 from __future__ import annotations
 
@@ -271,13 +271,13 @@ class BoundedLayer(CacheLayerMixin):
             yield EqualLengthHeads(heads, keys, values, self.stats[stacked(at)], self.positions[at])
 
     @property
-    def reads_flat(self) -> bool:
-        """Whether one token's attention reads ``flat`` rather than ``parts``: wherever there are kernels for it, and where heads
+    def uses_varlen(self) -> bool:
+        """Whether one token's attention reads ``varlen`` and not ``parts``: wherever there are kernels for it, and where heads
         differ. PyTorch's attention may plan anew for every length, and takes keys that are rotated already."""
         plain = self.softmax.is_plain and self.codec.value_size == self.codec.key_size
         return plain and not self.codec.open and (self.codec.packed or self.layout.ragged or self.launches)
 
-    def flat(self) -> VarlenRows:
+    def varlen(self) -> VarlenRows:
         """The rows as they are stored, of all heads together."""
         starts, lengths = self.layout.spans()
         # Statistics [statistics, N]: the axes of one of them are those of the positions.

@@ -100,7 +100,7 @@ class GraphDriver(StepGraphs[Form]):
             self.seen = torch.zeros((), dtype=torch.int64, device=model.device)
             self.offset_T = torch.arange(tokens, dtype=torch.int32, device=model.device)
             self.length_L = torch.zeros(len(cache.bounded), dtype=torch.int64, device=model.device)
-            self.flats = [rows.flat() for rows in cache.bounded] if tokens == 1 else []
+            self.flats = [rows.varlen() for rows in cache.bounded] if tokens == 1 else []
         self.followed: list[int] = []
         """Tokens and rows of the cache that the device's counts describe."""
         self.uncut, self.context = 0, cache.context
@@ -110,7 +110,7 @@ class GraphDriver(StepGraphs[Form]):
     def ready(self, cache: BoundedCache) -> bool:
         """Whether the next step can come here: any token, and a chunk after which every layer without a window is cut."""
         T, dues = self.tokens, ((rows, cache.context.due(rows, self.tokens)) for rows in cache.bounded)
-        steady = T == 1 or all(due.tokens == T and (due.keep or rows.window) is not None for rows, due in dues)
+        steady = T == 1 or all(due.tokens == T and (due.evict_after or rows.window) is not None for rows, due in dues)
         return steady and self.reason is None
 
     # ---- a step --------------------------------------------------------------------------------------------------
@@ -126,9 +126,9 @@ class GraphDriver(StepGraphs[Form]):
         if self.cuts_captured:
             logits = self._count(form).clone()
         else:
-            self._cut(form, "room")
+            self._cut(form, "evict_before")
             logits = self._count(self._form(cut=False)).clone()
-            self._cut(form, "keep")
+            self._cut(form, "evict_after")
         self.followed, self.uncut = self._followed(), max(0, self.uncut - 1)
         return logits
 
@@ -148,7 +148,7 @@ class GraphDriver(StepGraphs[Form]):
         layers, ctx, form = self.cache.bounded, self.cache.context, []
         for layer, rows in enumerate(layers):
             due = ctx.due(rows, self.tokens)
-            if self.tokens > 1 or (cut and (due.room is not None or due.keep is not None)):
+            if self.tokens > 1 or (cut and (due.evict_before is not None or due.evict_after is not None)):
                 fresh = rows.since_eviction if rows.window is None else 0
                 form.append(LayerForm(layer, rows.rows, fresh, due if cut else None, ctx.pins))
         if not form:  # the last token of those may be followed by a cut
@@ -184,7 +184,7 @@ class GraphDriver(StepGraphs[Form]):
 
     def _step(self, form: Form) -> Tensor:
         """Logits ``[1, V]`` (float32) of the step, with its cuts before and after."""
-        self._cut(form, "room")
+        self._cut(form, "evict_before")
         position_T = self.seen + self.offset_T  # int32, as the offsets
         if self.tokens > 1:
             self.cache.handler.fixed = lambda layer: StaticStep(self.seen, position_T)
@@ -201,7 +201,7 @@ class GraphDriver(StepGraphs[Form]):
             self.cache.handler.fixed = None
         self.seen += self.tokens
         self.length_L += self.tokens
-        self._cut(form, "keep")
+        self._cut(form, "evict_after")
         return logits_NV
 
     def _static_step(self, position_T: Tensor, lengths_LBH: Tensor, layer: int) -> StaticStep:
@@ -214,11 +214,11 @@ class GraphDriver(StepGraphs[Form]):
         seen = replace(flat, starts_BH=starts_BH, lengths_BH=lengths_BH, longest=rows.capacity)
         return StaticStep(self.seen, position_T, self.length_L[layer : layer + 1], seen)
 
-    def _cut(self, form: Form, when: Literal["room", "keep"]) -> None:
-        """Cut the layers that must be before a step (``room``), or after it (``keep``)."""
+    def _cut(self, form: Form, when: Literal["evict_before", "evict_after"]) -> None:
+        """Cut the layers that must be before a step (``evict_before``), or after it (``evict_after``)."""
         cut = [one.layer for one in form if one.due is not None and getattr(one.due, when) is not None]
         ctx, layers = self.cache.context, [self.cache.bounded[layer] for layer in cut]
-        if when == "room":
+        if when == "evict_before":
             make_room(ctx, layers, self.tokens, self.seen)
         else:
             evict_if_due(ctx, layers, self.seen)

@@ -78,7 +78,7 @@ class RowPointers:
         made = cls(rows_L, packed_L, starts_LH, lengths_LH, ctx.until_cut(cache.bounded), seen, ctx)
         own: dict[int, tuple[Rope, Tensor]] = {}
         for layer, rows in enumerate(cache.bounded):
-            flat, at = rows.flat(), made.rows[layer]
+            flat, at = rows.varlen(), made.rows[layer]
             made.starts_LH[layer], made.lengths_LH[layer] = flat.starts_BH[0].numpy(), flat.lengths_BH[0].numpy()
             ROWS.point(
                 at, starts=made.starts_LH[layer].ctypes.data, lengths=made.lengths_LH[layer].ctypes.data,
