@@ -17,7 +17,7 @@ from ..backbones.spec import StatefulCache, States
 from ..heads import RetainingHeads
 from ..policies import Policy
 from ..policies.grammar import composed_of
-from ..settings import Resolved, RunSettings
+from ..settings import INT32_MAX, Resolved, RunSettings
 from . import view
 from .context import CacheCounters, Context, Pins, Stage
 from .due import Schedule
@@ -168,7 +168,7 @@ class BoundedCache(StatefulCache):
         if prompt_length is None:
             settings = replace(settings, decode_every=None)
         new = self._like(settings, self.policy, prompt_length)
-        if self.state.is_bound:
+        if self.state.layers:  # a model is bound
             self.state.check_fork(new.state, self.state.seen)
             new.state.take_over(self.state)
         new.state.set_pins(self.pins)
@@ -207,7 +207,16 @@ class BoundedCache(StatefulCache):
     def take_back(self, tokens: int) -> bool:
         """Forget the newest ``tokens`` tokens after the prompt, as though they had never been read. False, and nothing has
         changed, where that cannot be: they were scored by attention or evicted something, or heads differ in length."""
-        return self.state.take_back(tokens)
+        state = self.state
+        reaches_prompt = state.seen - tokens < (state.schedule.prompt_length or INT32_MAX)
+        if reaches_prompt or state.states is not None or state.context.evicts_after_forward:
+            return False
+        # All layers or none: a forward refuses layers that have seen different numbers of tokens.
+        if not all(rows.can_take_back(tokens) for rows in state.layers):
+            return False
+        for rows in state.layers:
+            rows.take_back(tokens)
+        return True
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """A copy for the same prompt: heads, policy and model are shared, all else is copied."""

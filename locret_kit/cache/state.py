@@ -15,7 +15,6 @@ from ..backbones.decoder_attention import Softmax, same_rotation
 from ..backbones.libraries import unwrapped
 from ..backbones.probe import describe
 from ..backbones.spec import States
-from ..settings import INT32_MAX
 from . import step, view
 from .context import CacheCounters, Context, Pins, RecallCounters, make_layers
 from .options import CacheOptions
@@ -80,11 +79,6 @@ class TextState:
             self.states = States.of(model, context.spec)
         elif self._context.model is not model and self._context.spec != describe(model).spec:
             raise ValueError("this cache already holds rows of another model")
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether a model is bound."""
-        return self._context is not None
 
     @property
     def context(self) -> Context:
@@ -171,18 +165,6 @@ class TextState:
             raise ValueError(
                 f"this cache was interrupted inside a forward, after {seen[0]} to {seen[-1]} tokens: reset() it and read again"
             )
-
-    def take_back(self, tokens: int) -> bool:
-        """See ``BoundedCache.take_back``."""
-        reaches_prompt = self.seen - tokens < (self.schedule.prompt_length or INT32_MAX)
-        if reaches_prompt or self.states is not None or self.context.evicts_after_forward:
-            return False
-        # All layers or none: a forward refuses layers that have seen different numbers of tokens.
-        if not all(rows.can_take_back(tokens) for rows in self.layers):
-            return False
-        for rows in self.layers:
-            rows.take_back(tokens)
-        return True
 
     # ---- pinned text ---------------------------------------------------------------------------------------------------
 

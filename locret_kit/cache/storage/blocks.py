@@ -7,7 +7,7 @@ evicted; the others are among the layer's rows still. Every head fills its block
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ STORE = "store."
 ON_HOST = ("keys", "values")
 
 
-@dataclass(frozen=True)
-class Recalled:
+class Recalled(NamedTuple):
     """Slots that have come back, ``R`` rows a head, as attention reads them."""
 
     keys: Tensor
@@ -33,7 +32,7 @@ class Recalled:
 
     def of(self, heads: slice) -> Recalled:
         """The slots of some heads."""
-        return Recalled(*(x[:, heads] for x in (self.keys, self.values, self.positions, self.valid)))
+        return Recalled(*(x[:, heads] for x in self))
 
 
 class BlockStore:
@@ -241,5 +240,5 @@ class BlockStore:
         """Bytes of the buffers on the device, and of the slots that have come back."""
         held = [getattr(self, name) for name in ("held", "index", "worth") if hasattr(self, name)]
         if self.last is not None:
-            held += [self.last[0], *vars(self.last[1]).values()]
+            held += [self.last[0], *self.last[1]]
         return sum(int(tensor.nbytes) for tensor in held)

@@ -6,7 +6,6 @@ A letter besides the legend's: N, rows of all heads, end to end.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
@@ -28,10 +27,17 @@ Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 ALL = slice(None)
 
 
-class Layout(ABC):
-    """Rows of every head, ordered by age: ``rows`` of them, on average where heads differ."""
+@cache
+def _true(device: torch.device) -> Tensor:
+    """True, of shape [], once for all layers of a device."""
+    return torch.ones((), dtype=torch.bool, device=device)
 
-    ragged: bool
+
+class Layout:
+    """Rows of every head, ordered by age: ``rows`` of them, on average where heads differ. Here all have as many: buffers are
+    ``[H, capacity, ...]``, each head's rows at the front. Another layout overrides what says otherwise."""
+
+    ragged = False
     """Whether heads may differ in their number of rows."""
     H: int
     device: torch.device
@@ -56,9 +62,9 @@ class Layout(ABC):
         """Count ``T`` rows more in every head."""
         self.rows += T
 
-    @abstractmethod
     def shape(self, rows: int) -> tuple[int, ...]:
         """Shape of a buffer with one number per row, for ``rows`` rows per head."""
+        return self.H, rows
 
     def tensors(self) -> Shapes:
         """Dtype and shape of the tensors that tell where rows are."""
@@ -66,66 +72,67 @@ class Layout(ABC):
 
     # ---- which rows ------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def following(self, T: int) -> Index:
         """Index ``[H, T]`` of the free rows after the newest."""
+        return ALL, slice(self.rows, self.rows + T)
 
-    @abstractmethod
     def last(self, T: int) -> Index:
         """Index ``[H, T]`` of the newest ``T`` rows of every head."""
+        return ALL, slice(self.rows - T, self.rows)
 
-    @abstractmethod
     def every(self) -> Index:
         """Index of all rows, head after head."""
+        return self.last(self.rows)
 
-    @abstractmethod
     def head(self, h: int) -> Index:
         """Index ``[rows]`` of a head's rows."""
+        return h, slice(0, self.rows)
 
-    @abstractmethod
     def pieces(self) -> list[tuple[slice, Index]]:
         """Heads of equal length, and the index ``[1, h, S]`` of their rows: as few pieces as lie in one stretch each."""
+        return [(slice(0, self.H), self.slots()[0])]
 
-    @abstractmethod
     def slots(self) -> tuple[Index, Tensor | None]:
-        """Index ``[1, H, S]`` of the rows of all heads, aligned to the right, and which of them are padding."""
+        """Index ``[1, H, S]`` of the rows of all heads, aligned to the right, and the mask ``[1, H, S]`` of padding, if any."""
+        return (None, *self.every()), None
 
-    @abstractmethod
     def valid(self) -> Tensor:
         """Boolean ``[1, H, S]``: which slots are no padding."""
+        return _true(self.device).expand(1, self.H, self.rows)
 
-    @abstractmethod
     def put_back(self, buffer: Tensor, slots_1HS: Tensor) -> None:
         """Write slots ``[1, H, S]`` of a buffer back to its rows, where reading has copied them."""
 
     # ---- how many --------------------------------------------------------------------------------------------------
 
     @property
-    @abstractmethod
     def longest(self) -> int:
         """Rows of the longest head."""
+        return self.rows
 
     @property
-    @abstractmethod
     def head_lengths(self) -> list[int] | None:
         """Rows of every head, where heads differ."""
+        return None
 
-    @abstractmethod
     def spans(self) -> tuple[Tensor, Tensor]:
         """First row and number of rows ``[1, H]`` of every head, in buffers whose rows lie end to end."""
+        # All heads end to end [H * capacity]: head h begins at its multiple of the capacity.
+        starts = self.capacity * torch.arange(self.H, device=self.device)[None]
+        return starts, torch.full_like(starts, self.rows)
 
-    @abstractmethod
     def per_head_tables(self, tables: Callable[[int], tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
         """Two tables ``[1, H, size, R]`` (1 head where all are alike), aligned to the right, with zeros at padding.
         ``tables(rows)`` makes them for a head of ``rows`` rows."""
+        cos, sin = tables(self.rows)
+        return cos[None, None], sin[None, None]
 
-    @abstractmethod
     def kept(self, positions: Tensor) -> Tensor | list[list[Tensor]]:
         """A copy of the rows' positions ``[1, H, S]``, or a list ``[0][h]`` of positions where heads differ."""
+        return positions[self.slots()[0]].clone()
 
     # ---- moving ----------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def keep(self, chosen: Tensor, mean: int, buffers: Sequence[Sequence[Tensor]], backend: str) -> None:
         """Move the rows that stay to the front, ``mean`` of a head; the rest is free.
 
@@ -133,6 +140,9 @@ class Layout(ABC):
             chosen: slots ``[layers, H, S]`` that stay (bool), or where heads are of one length their index ``[layers, H, mean]``.
             buffers: tensors of each layer that is stored like this, this one first.
         """
+        # In place: row i moves to a row that is not above it, so order by age is kept.
+        index_LHK = kept_rows(chosen, mean) if chosen.dtype == torch.bool else chosen
+        function("compact_rows", backend)(buffers, index_LHK, self.addresses)
 
     # ---- taken out and put back ------------------------------------------------------------------------------------
 
@@ -148,77 +158,12 @@ class Layout(ABC):
         """Take back exported tensors, such as lengths ``[H]``."""
 
 
-@cache
-def _true(device: torch.device) -> Tensor:
-    """True, of shape [], once for all layers of a device."""
-    return torch.ones((), dtype=torch.bool, device=device)
-
-
 class EqualRows(Layout):
-    """Layout with as many rows in every head: buffers ``[H, capacity, ...]``, each head's rows at the front."""
-
-    ragged = False
-
-    def shape(self, rows: int) -> tuple[int, ...]:
-        return self.H, rows
-
-    def following(self, T: int) -> Index:
-        return ALL, slice(self.rows, self.rows + T)
+    """Layout with as many rows in every head."""
 
     def last(self, T: int, newer: int = 0) -> Index:
         """Index ``[H, T - newer]`` of the newest ``T`` rows of every head, without the newest ``newer``."""
         return ALL, slice(self.rows - T, self.rows - newer)
-
-    def every(self) -> Index:
-        return self.last(self.rows)
-
-    def head(self, h: int) -> Index:
-        return h, slice(0, self.rows)
-
-    def pieces(self) -> list[tuple[slice, Index]]:
-        return [(slice(0, self.H), self.slots()[0])]
-
-    def slots(self) -> tuple[Index, Tensor | None]:
-        """Index ``[1, H, S]`` of all rows; there is no padding."""
-        return (None, *self.every()), None
-
-    def valid(self) -> Tensor:
-        """True ``[1, H, S]``: no slot is padding."""
-        return _true(self.device).expand(1, self.H, self.rows)
-
-    def put_back(self, buffer: Tensor, slots_1HS: Tensor) -> None:
-        """Do nothing: the slots ``[1, H, S]`` are the buffer itself."""
-        pass  # the slots are the buffer itself
-
-    @property
-    def longest(self) -> int:
-        return self.rows
-
-    @property
-    def head_lengths(self) -> None:
-        return None
-
-    def spans(self) -> tuple[Tensor, Tensor]:
-        """First row and number of rows ``[1, H]`` of every head, in buffers whose rows lie end to end."""
-        # All heads end to end [H * capacity]: head h begins at its multiple of the capacity.
-        starts = self.capacity * torch.arange(self.H, device=self.device)[None]
-        return starts, torch.full_like(starts, self.rows)
-
-    def per_head_tables(self, tables: Callable[[int], tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
-        """Two tables ``[1, 1, S, R]``, alike in all heads."""
-        cos, sin = tables(self.rows)
-        return cos[None, None], sin[None, None]
-
-    def kept(self, positions: Tensor) -> Tensor:
-        """Positions ``[1, H, rows]``."""
-        return positions[self.slots()[0]].clone()
-
-    def keep(self, chosen: Tensor, mean: int, buffers: Sequence[Sequence[Tensor]], backend: str) -> None:
-        """Move the chosen rows to the front, in place; see ``Layout.keep``. ``chosen``: slots ``[L, H, S]`` or their
-        index ``[L, H, K]``."""
-        # In place: row i moves to a row that is not above it, so order by age is kept.
-        index_LHK = kept_rows(chosen, mean) if chosen.dtype == torch.bool else chosen
-        function("compact_rows", backend)(buffers, index_LHK, self.addresses)
 
 
 # ---- the layout whose heads have different numbers of rows ----------------------------------------------------------

@@ -373,7 +373,7 @@ class BoundedLayer(CacheLayerMixin):
     def nbytes(self) -> int:
         """Bytes of the preallocated buffers and of the score's state."""
         # Every tensor that the layer, its layout and its codec hold is a buffer, so none can be forgotten here.
-        held = (x for holder in (self, self.layout, self.codec) for x in vars(holder).values())
+        held = (x for holder in (self, self.layout, self.codec) for x in holder.__dict__.values())
         stored = self.store.device_bytes if self.store is not None else 0
         return stored + sum(int(x.nbytes) for x in (*held, *self.state.values()) if isinstance(x, Tensor))
 
