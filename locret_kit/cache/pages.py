@@ -56,9 +56,8 @@ class PageShape:
     def of(cls, texts: Iterable[BoundedLayer], layer: AttentionLayer, dtype: torch.dtype) -> PageShape:
         """The page of a layer that is large enough for its rows in any of these texts, which need not have met a token."""
         texts = list(texts)
-        largest = (max(getattr(rows, name) for rows in texts) for name in ("capacity", "statistics", "recent"))
-        rows, statistics, recent = largest
-        return cls(layer.n_kv_heads, layer.n_heads, layer.key_size, rows, dtype, statistics, recent)
+        rows, *more = (max(getattr(rows, name) for rows in texts) for name in ("capacity", "statistics", "recent"))
+        return cls(layer.n_kv_heads, layer.n_heads, layer.key_size, rows, dtype, *more)
 
     @classmethod
     def for_policies(

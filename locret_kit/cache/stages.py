@@ -157,7 +157,7 @@ def _attend_piece(ctx: Context, recall: Recall, rows: BoundedLayer, q_BQTD: Tens
     counters.lookups += 1
     counters.blocks += chosen_BHK.numel()
     counters.hits += chosen_BHK.numel() - loads
-    counters.loaded_bytes += loads * rows.store.block_bytes if loads else 0
+    counters.loaded_bytes += loads * rows.store.size * sum(row.shape[-1] * row.itemsize for row in recalled[:2])
     counters.recall_s += time.perf_counter() - began
     # While the text is read every row is seen; what follows may see the newest and what has come back alone.
     local = resolve_count(recall.local, ctx.budgets[rows.number]) if in_tail(ctx, rows, T + later) else 0

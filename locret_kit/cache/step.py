@@ -48,13 +48,6 @@ class StaticStep:
     """Rows that a single token sees, its own included."""
 
 
-def attend_token(ctx: Context, rows: BoundedLayer, q: Tensor, fixed: StaticStep | None = None) -> Tensor:
-    """Attention ``[B, Q, 1, D]`` of one token over all heads in one call, of rows that lie end to end."""
-    varlen = rows.varlen().newest(rows.window) if fixed is None or fixed.varlen is None else fixed.varlen
-    seen = rows.seen if fixed is None or not ctx.positions.span else fixed.seen + 1
-    return attend_varlen(ctx, rows, varlen, q, seen)
-
-
 def attend_varlen(ctx: Context, rows: BoundedLayer, varlen: VarlenRows, q: Tensor, seen: int | Tensor) -> Tensor:
     """Attention ``[B, Q, 1, D]`` of the newest token of texts, which have ``seen`` tokens, over all heads in one call.
 
@@ -102,10 +95,10 @@ def attend_newest(ctx: Context, rows: BoundedLayer, q: Tensor, fixed: StaticStep
     """Attention ``[B, Q, T, D]`` of the newest tokens, which are rows already. One token takes a call for all heads; a block
     takes one per part, heads of equal length, or one for heads of different lengths where PyTorch has it."""
     if fixed is not None and fixed.varlen is not None:
-        return attend_token(ctx, rows, q, fixed)
+        return attend_varlen(ctx, rows, fixed.varlen, q, fixed.seen + 1 if ctx.positions.span else rows.seen)
     masked = prefill_mask(ctx, rows) is not None
     if q.shape[2] == 1 and rows.uses_varlen and not masked:
-        return attend_token(ctx, rows, q)
+        return attend_varlen(ctx, rows, rows.varlen().newest(rows.window), q, rows.seen)
     narrows = any(stage.narrows(rows, q.shape[2]) for stage in ctx.stages)
     plain = not rows.statistics and not narrows and not masked and rows.softmax.is_plain
     sizes = rows.layout.device, rows.dtype, rows.codec.key_size

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from inspect import signature
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,13 +45,6 @@ def test_on_cuda_no_mask_is_built_and_the_result_is_the_same(T, S, group):
     q, k, v = torch.randn(1, 2 * group, T, 8), torch.randn(1, 2, S, 8), torch.randn(1, 2, S, 8)
     fused = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=0.3, enable_gqa=group > 1)
     torch.testing.assert_close(fused.double(), attention(q, k, v, 0.3), rtol=1e-5, atol=1e-6)
-
-
-def test_elsewhere_and_with_a_window_a_mask_says_what_is_seen():
-    hidden = torch.tensor([[True, False, False, True], [True, True, False, False]])
-    mask = lower_right(2, 4, 2, torch.float32, CPU)
-    assert torch.equal(mask == -torch.inf, hidden) and torch.equal(mask[~hidden], torch.zeros(4))
-    assert lower_right(2, 4, None, torch.float32, CPU) is lower_right(2, 4, None, torch.float32, CPU)
 
 
 def test_a_mask_made_in_inference_mode_serves_training():
@@ -292,48 +284,6 @@ def test_cudnn_is_for_chunks_over_a_full_cache_alone(monkeypatch):
 )
 def test_the_steady_chunk_of_a_schedule(prompt, rest, steady):
     assert Schedule(20, 9, 3, 4, prompt, **rest).steady == steady
-
-
-def test_the_rate_of_a_trial(monkeypatch):
-    """Operations by counting pairs, over the shortest time between two replays that were warm, on the model's device."""
-    calls, replays, seconds, guarded = [], [], iter([1.0, 0.5, 0.25, 0.75, 0.5, 0.5]), []
-    where = torch.device("cuda:1")
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing and guarded == [where]
-
-        def record(self):
-            self.number = len(replays)
-
-        def elapsed_time(self, other):
-            assert other.number == self.number + 1
-            return 1e3 * next(seconds)
-
-    class Guard:
-        def __init__(self, device):
-            guarded.append(device)
-
-        def __enter__(self):
-            pass
-
-        __exit__ = lambda self, *error: guarded.clear()  # noqa: E731
-
-    def capture(device, others, run):
-        assert device == where and len(calls) == 1, "compiled before"
-        run()
-        return SimpleNamespace(replay=lambda: replays.append(1)), None
-
-    randn = torch.randn
-    monkeypatch.setattr(torch, "randn", lambda *size, dtype, device: randn(*size, dtype=dtype))
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "device", Guard)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(attend, "capture", capture)
-    rate = attend._rate(lambda *given: calls.append(given) or given, where, torch.bfloat16, 64, (6, 2), (5, 12))
-    assert rate == 4 * 6 * 64 * sum(range(8, 13)) / 0.25 and len(calls) == 2 and len(replays) == 7
-    q, k, v, scaling = calls[0]
-    assert (q.shape, k.shape, v.shape, scaling) == ((1, 6, 5, 64), (1, 2, 12, 64), (1, 2, 12, 64), 0.125)
 
 
 @pytest.mark.parametrize("more", [(), (None, None), (None, None, None)])

@@ -195,7 +195,7 @@ def test_what_is_due_is_what_the_definition_cuts_token_by_token(n, budget, chunk
                 assert kept == layer.rows or token == due.tokens - 1, "a block crosses an eviction"
             assert due.evict_after == (None if kept == layer.rows else kept)
             assert due.final == (layer.seen == schedule.body)
-            assert schedule.due(layer, budget, 0).keep == due.evict_after
+            assert schedule.due(layer, budget, 0).evict_after == due.evict_after
             layer.rows, piece = kept, piece - due.tokens
 
 

@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from interpreted import common
 from policy_runs import EVICTING, LENGTH, backbone, held, make, tokens
 
 from locret_kit import attach
@@ -123,32 +122,3 @@ def test_an_interrupt_before_the_end_of_the_forward_is_noticed(monkeypatch):
         assert torch.equal(prefill(model, tokens(), cache), prefill(model, tokens(), fresh)) and held(cache) == held(
             fresh
         )
-
-
-def test_one_launch_selects_for_all_layers():
-    """By the kernels of a card."""
-    from tiny_models import tiny_model
-
-    model = tiny_model("llama", hidden_size=256, num_attention_heads=4, head_dim=64)
-    launched: list[str] = []
-    real = common.launch
-
-    def launch(kernel, *args, **constants):
-        launched.append(kernel.__name__.strip("_"))
-        return real(kernel, *args, **constants)
-
-    def read(together: bool):
-        launched.clear()
-        cache = make("h2o", backend="triton")
-        may = REAL if together else lambda ctx, rows: False
-        with (
-            mock.patch.object(step, "evicts_together", may),
-            mock.patch.object(common, "launch", launch),
-            attach(model),
-        ):
-            logits = prefill(model, tokens(), cache)
-        return logits, held(cache), cache.counters.evictions, launched.count("select_rows")
-
-    (*alone, apart), (*joint, together) = read(False), read(True)
-    assert torch.equal(alone[0], joint[0]) and alone[1:] == joint[1:]
-    assert apart == len(model.model.layers) * joint[2] and together == joint[2]

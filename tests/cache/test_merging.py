@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from attention_oracle import turned
 from hypothesis import given
 from hypothesis import strategies as st
 from live_bytes import LiveBytes
-from policy_runs import LENGTH, backbone, make, recorded
+from merge_replay import replayed
+from policy_runs import LENGTH, backbone, make
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
@@ -136,45 +136,22 @@ def test_similarities_never_exist_at_once():
 def test_a_run_is_the_definition(policy):
     """After chunked prefill and evictions while decoding, every row of every head is what the loops make of the tokens."""
     positions = ("compact", "original", "clipped(20)")[MERGING.index(policy) % 3]
-    cache, texts, evictions = recorded(policy, DISTINCT[: LENGTH + 7], positions=positions)
-    parsed = parse_policy(policy)
-    name = next((n for n in ON_THE_SCALE if type(parsed.score).__name__.lower().startswith(n)), "")
-    weigh = ON_THE_SCALE.get(name if parsed.merge.weight == "score" else "", lambda s: 1.0)
-    if type(parsed.score).__name__ in ("Ltas", "Entropy"):
-        weigh = ON_THE_SCALE["aas"]
-    merged = 0
-    for layer, (keys, values) in texts.items():
-        for h in range(keys.shape[0]):
-            slots = {t: (keys[h, t], values[h, t], 0.0) for t in range(keys.shape[1])}  # token: key, value, taken over
-            for at, scores, _, places, valid, stay in evictions:
-                if at != layer:
-                    continue
-                there = np.flatnonzero(valid[0, h])
-                token = places[0, h, there].tolist()
-                own = [weigh(float(x)) for x in scores[0, h, there]]
-                weights = [own[i] + slots[t][2] for i, t in enumerate(token)]
-                stays = stay[0, h, there].tolist()
-                after = folded(
-                    [slots[t][0] for t in token], [slots[t][1] for t in token], weights, stays, parsed.merge.metric
-                )
-                for i, t in enumerate(token):
-                    mine = slots.pop(t)
-                    if i in after:
-                        key, value, weight = after[i]
-                        slots[t] = (key, value, mine[2] + weight - weights[i])
-                        merged += weight > weights[i]
-            rows, slots = cache.bounded[layer], dict(sorted(slots.items()))
-            assert rows.head("positions", h).tolist() == list(slots)
-            want = np.array([key for key, _, _ in slots.values()])
-            if positions == "original":
-                angle = torch.tensor(list(slots)).double()[:, None] * cache.context.ropes[layer].inv_freq
-                want = turned(torch.from_numpy(want), angle)
-            np.testing.assert_allclose(rows.head("keys", h), want, rtol=1e-4, atol=1e-4)
-            np.testing.assert_allclose(rows.head("values", h), [v for _, v, _ in slots.values()], rtol=1e-4, atol=1e-4)
-            np.testing.assert_allclose(
-                rows.head("absorbed", h).exp(), [w for _, _, w in slots.values()], rtol=1e-4, atol=1e-30
-            )
-    assert merged > 20
+    parsed, changed = parse_policy(policy), []
+    name = type(parsed.score).__name__
+    name = "aas" if name in ("Ltas", "Entropy") else name.lower()
+    scaled = next((weigh for n, weigh in ON_THE_SCALE.items() if name.startswith(n)), None)
+    weigh = scaled if scaled and parsed.merge.weight == "score" else lambda s: 1.0
+
+    def fold(layer, slots, scores, protected, stays):
+        own, (keys, values, taken) = [weigh(s) for s in scores], zip(*slots, strict=True)
+        weights = [mine + more for mine, more in zip(own, taken, strict=True)]
+        after = folded(keys, values, weights, stays, parsed.merge.metric)
+        changed.append(sum(weight > weights[i] for i, (_, _, weight) in after.items()))
+        return {i: (key, value, taken[i] + weight - weights[i]) for i, (key, value, weight) in after.items()}
+
+    for absorbed, slots in replayed(policy, DISTINCT[: LENGTH + 7], positions, fold, 1e-4):
+        np.testing.assert_allclose(absorbed.exp(), [w for _, _, w in slots.values()], rtol=1e-4, atol=1e-30)
+    assert sum(changed) > 20
 
 
 def test_bfloat16_rounds_once():

@@ -226,11 +226,6 @@ class BlockStore:
         self.blocks, self.last = 0, None
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of a block's keys and values, in one head."""
-        return self.size * sum(x.shape[-1] * x.itemsize for x in (self.keys, self.values))
-
-    @property
     def host_bytes(self) -> int:
         """Bytes of the buffers in the host's memory."""
         return sum(int(getattr(self, name).nbytes) for name in ON_HOST if hasattr(self, name))

@@ -146,12 +146,9 @@ class BoundedLayer(CacheLayerMixin):
         # Allocated once, for budget + chunk rows; nothing is ever concatenated.
         with torch.inference_mode(False):  # so that buffers of a prefill in inference mode can be written outside of it
             for name, (dtype, shape) in self.shapes().items():
-                own = (
-                    torch.empty(shape, dtype=dtype, device=self.device)
-                    if self.external is None
-                    else self.external[name]
-                )
-                setattr(self.holder(name), name, own)
+                given = None if self.external is None else self.external[name]
+                made = torch.empty(shape, dtype=dtype, device=self.device) if given is None else given
+                setattr(self.holder(name), name, made)
             self.layout.begin()
             self.codec.begin()
         self.is_initialized = True
