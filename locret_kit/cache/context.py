@@ -360,5 +360,5 @@ def layer_rows(
         # Those of the group first, then of each of its query heads where the policy asks for them.
         group = layer.n_heads // layer.n_kv_heads if policy.by_query_head else 0
         statistics, recent = len(policy.statistics - {"count"}) * (1 + group), policy.recent(chunk)
-    merges = policy.merge is not None and policy.merge.remembers
+    merges = policy.merge is not None and policy.merge.tracks_weight
     return BoundedLayer(LAYOUTS[policy.allocation.layout](capacity), codec, None, statistics, recent, merges=merges)
