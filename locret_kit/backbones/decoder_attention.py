@@ -16,8 +16,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from locret_kernels.ragged_decode import angle_steps
 from locret_kernels.rotate import rotate_rows
 
-from .libraries import Undo, replace_forward
 from .spec import BackboneSpec, UnsupportedArchitecture, decoder_of, device_of, text_config
+from .undo import Undo, replace_forward
 
 Turn = Tensor | tuple[Tensor, Tensor]
 """Answer of a rotary module: cos and sin, or numbers of the complex plane."""

@@ -25,11 +25,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .decoder_attention import AttentionCall, Calls, DecoderAttention, Handler, LayerOperations, rotaries_of, unrotate
-from .libraries import Undo, cache_among, replace_forward, run_eagerly, unwrapped
+from .libraries import cache_among
 from .patches import fuse_layers, give_rows, skip_rotations, slice_mlps, widen
 from .probe import describe
 from .recording import CallArguments, Method, meet_attention, softmax_of, unknown_argument
 from .spec import DecoderOutput, DecoderStack, Forward, decoder_of, device_of, text_config
+from .undo import Undo, replace_forward, run_eagerly
+from .wrapped import unwrapped
 
 # ---- a forward cut into blocks, after each of which its handler reads the final hidden states -----------------------
 

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from locret_kernels.fused import rms_norm, swiglu
 
 from .decoder_attention import Choice, LayerOperations
-from .libraries import Undo, has_own_forward, replace_forward
 from .spec import DecoderStack, GatedMlp, Layer, RmsNorm, decoder_of, is_gated, is_rms_norm, is_silu
+from .undo import Undo, has_own_forward, replace_forward
 
 # ---- a backbone's elementwise work in fewer launches ----------------------------------------------------------------
 

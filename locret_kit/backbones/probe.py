@@ -29,7 +29,7 @@ from .decoder_attention import (
     rotate,
     unrotate,
 )
-from .libraries import ASKED_FOR_STATES, Undo, holds_states, layer_kinds, unwrapped
+from .libraries import ASKED_FOR_STATES, holds_states, layer_kinds
 from .patches import REFERENCE, fuse_layers, skip_rotations
 from .products import NotDense, projections
 from .recording import (
@@ -56,6 +56,8 @@ from .spec import (
     spec_of,
     text_config,
 )
+from .undo import Undo
+from .wrapped import unwrapped
 
 # ---- shortcuts that a decoder allows --------------------------------------------------------------------------------
 

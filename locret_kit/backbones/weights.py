@@ -23,11 +23,12 @@ from ..hub import pull
 from ..naming import install_line, prefixed_errors
 from .decoder_attention import rotate
 from .gguf.gguf_model import PackedEmbedding, PackedLinear, unpacked_rows
-from .libraries import has_own_forward, unwrapped
 from .patches import is_own_hook
 from .probe import describe
 from .products import PLAIN, NotDense, Product, pieces, product_of, projections
 from .spec import Layer, decoder_of, is_rms_norm, is_silu, text_config
+from .undo import has_own_forward
+from .wrapped import unwrapped
 
 PACKED = (PackedEmbedding, PackedLinear)
 """Modules beside PyTorch's and transformers' whose weights are known."""

@@ -23,9 +23,9 @@ from locret_kernels.enter import HeadProduct
 
 from ..backbones.decoder_attention import Arguments, Handler, LayerOperations, Softmax, same_rotation
 from ..backbones.intercept import active_handler
-from ..backbones.libraries import unwrapped
 from ..backbones.probe import describe
 from ..backbones.spec import StatefulCache, States
+from ..backbones.wrapped import unwrapped
 from ..heads import RetainingHeads
 from ..policies import Policy
 from ..policies.grammar import composed_of

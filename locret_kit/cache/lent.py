@@ -27,12 +27,12 @@ from ..backbones.decoder_attention import (
     rotaries_of,
     unrotate,
 )
-from ..backbones.libraries import Undo
 from ..backbones.load import load_config, resolve_model
 from ..backbones.patches import lacks_bfloat16
 from ..backbones.probe import assumed
 from ..backbones.recording import close, rotation_between
 from ..backbones.spec import AttentionLayer, UnsupportedArchitecture, spec_of
+from ..backbones.undo import Undo
 from ..backbones.weights import stored_weights
 from ..heads import HeadsConfig, RetainingHead, RetainingHeads
 from ..policies import Policy

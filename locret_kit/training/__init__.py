@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from locret_kernels.provenance import peak_memory
 
 from ..backbones.intercept import attach
-from ..backbones.libraries import unwrapped
+from ..backbones.wrapped import unwrapped
 from ..config.schema import flattened
 from ..config.train_options import TrainConfig
 from .strategy import finish_gradients
