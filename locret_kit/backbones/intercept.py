@@ -319,9 +319,9 @@ def _calls_of(
     """The calls of each attention module, in the order of a forward, each with the order ``[D]`` of its channels or
     None."""
     known: dict[nn.Module, list[tuple[AttentionCall, Tensor | None]]] = {}
+    orders = [rotation.order for rotation in description.rotations] or [None] * description.spec.n_layers
     for call in description.calls:
-        rotation = None if isinstance(description.rotations, str) else description.rotations[call.layer]
-        module, order = decoder.get_submodule(call.module), None if rotation is None else rotation.order
+        module, order = decoder.get_submodule(call.module), orders[call.layer]
         order_D = None if order is None else torch.tensor(order, device=device_of(module))
         known.setdefault(module, []).append((call, order_D))
     return known

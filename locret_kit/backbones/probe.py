@@ -85,12 +85,11 @@ def with_shortcuts(
         finally:
             undo.run()
 
-    rotations = () if isinstance(found.rotations, str) else found.rotations
-    if not any(rotation.module for rotation in rotations):
+    if not any(rotation.module for rotation in found.rotations):
         return found
     unturned = run(unrotate, in_halves=True)
     answers = _is_unturned(unturned, first, decoder, config, found)
-    standard = all(rotation.order is None for rotation in rotations)
+    standard = all(rotation.order is None for rotation in found.rotations)
     skips = standard and answers and _is_unturned(run(skip_rotations, reference), first, decoder, config, found)
     inputs: list[Tensor] = []
 
@@ -285,7 +284,8 @@ def assumed(config: PreTrainedConfig, rotary: nn.Module | None) -> DecoderAttent
     return DecoderAttention(
         spec,
         calls,
-        tuple(rotations) or "there is no rotary module",
+        tuple(rotations),
+        "" if rotations else "there is no rotary module",
         skips_rotation=bool(buffers),
         fuses_layers=bool(buffers),
         projects=bool(buffers),
@@ -303,8 +303,11 @@ def _description(decoder: DecoderStack, config: PreTrainedConfig) -> DecoderAtte
     first = run_recorded(decoder, config, ids_1T)
     spec, calls = _layers(decoder, config, first)
     placed = bool(rotaries_of(decoder)) or _takes_positions(decoder, config, ids_1T, first)
-    found = DecoderAttention(spec, calls, "no rotation was looked for", placed)
-    found = replace(found, rotations=rotations_of(decoder, config, ids_1T, first, found))
+    found = DecoderAttention(spec, calls, takes_positions=placed)
+    try:
+        found = replace(found, rotations=rotations_of(decoder, config, ids_1T, first, found))
+    except UnsupportedArchitecture as error:
+        found = replace(found, unknown_rotation=str(error))
     sizes = _state_sizes(first)
     # Layers of which neither attention nor a state was seen: an MLP alone, or modules that keep a state themselves.
     seen = {*(str(layer.index) for layer in spec.layers), *(size.name.split(".")[1] for size in sizes)}

@@ -181,7 +181,7 @@ class Context:
             )
         # Of a model with several parts, the language model alone.
         config, description = text_config(model), describe(model)
-        spec, known = description.spec, not isinstance(description.rotations, str)
+        spec, known = description.spec, bool(description.rotations)
         # Where the rotation is known, the kit rotates: frequencies are then chosen once for the whole prompt.
         scheme = settings.positions or ("compact" if known else "original")
         sizes = spec.head_dim, model.dtype, (spec.n_heads, spec.n_kv_heads)

@@ -170,7 +170,7 @@ def described(
 
 def _named(assumed: DecoderAttention, index: int) -> Rotation:
     """The rotation that the configuration names for a layer of the decoder."""
-    if isinstance(assumed.rotations, str):
+    if not assumed.rotations:
         return Rotation()
     pairs = zip(assumed.spec.layers, assumed.rotations, strict=True)
     return next((rotation for layer, rotation in pairs if layer.index == index), Rotation())
@@ -298,7 +298,7 @@ class LentPages:
         self.model.description = replace(found, spec=self.spec)
         self.shapes = PageShape.for_policies(self.spec, self.settings, self.policies, self.model.dtype)
         self.shape = max(self.shapes, key=lambda shape: shape.nbytes)
-        orders = [()] * self.spec.n_layers if isinstance(found.rotations, str) else [r.order for r in found.rotations]
+        orders = [r.order for r in found.rotations] or [()] * self.spec.n_layers
         self.orders = [torch.tensor(order, device=self.model.device) if order else None for order in orders]
 
     def unrotate(self, model: nn.Module) -> None:
