@@ -120,18 +120,19 @@ def _skip_identity(undo: Undo, module: ModuleType) -> None:
         own, users = _WRAPPED.setdefault(module, (getattr(module, ROTATION), set()))
         users.add(undo)
         if getattr(module, ROTATION) is own:
-            setattr(module, ROTATION, _passing(own))
+            setattr(module, ROTATION, wraps(own)(partial(_rotated, own)))
 
 
-def _passing(rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``rotate``, except that it returns q [B, Q, T, D] and k [B, H, T, D] unchanged if cos is None."""
-
-    @wraps(rotate)
-    def passing(q: Tensor, k: Tensor, cos: Tensor | None, *rest: object, **named: object) -> tuple[Tensor, Tensor]:
-        """q [B, Q, T, D] and k [B, H, T, D], rotated unless cos is None."""
-        return (q, k) if cos is None else rotate(q, k, cos, *rest, **named)
-
-    return passing
+def _rotated(
+    rotate: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor | None,
+    *rest: object,
+    **named: object,
+) -> tuple[Tensor, Tensor]:
+    """q [B, Q, T, D] and k [B, H, T, D], rotated unless cos is None."""
+    return (q, k) if cos is None else rotate(q, k, cos, *rest, **named)
 
 
 # ---- MLPs in slices of rows --------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from .decoder_attention import (
     AttentionCall,
     DecoderAttention,
     Described,
-    LayerOperations,
     Rotation,
     frequencies_of,
     rotaries_of,
@@ -69,9 +68,6 @@ def with_shortcuts(
 ) -> DecoderAttention:
     """The description ``found`` with the shortcuts that the decoder allows. ``ids_1T``: token ids [1, T] of the run ``first``."""
 
-    def reference(*x: Tensor) -> LayerOperations:
-        return REFERENCE
-
     def run(change: Callable[..., None], *args: object, first_place: int = 0, **named: object) -> RecordedRun | None:
         undo = Undo()
         at_T = first_place + torch.arange(ids_1T.shape[1], device=ids_1T.device)
@@ -90,7 +86,9 @@ def with_shortcuts(
     unturned = run(unrotate, in_halves=True)
     answers = _is_unturned(unturned, first, decoder, config, found)
     standard = all(rotation.order is None for rotation in found.rotations)
-    skips = standard and answers and _is_unturned(run(skip_rotations, reference), first, decoder, config, found)
+    skips = (
+        standard and answers and _is_unturned(run(skip_rotations, lambda *x: REFERENCE), first, decoder, config, found)
+    )
     inputs: list[Tensor] = []
 
     def fuse(undo: Undo, decoder: DecoderStack) -> None:

@@ -225,6 +225,12 @@ def _text(record: dict, name: str) -> str:
     return record[name]
 
 
+def about(text: str, turns: Sequence[tuple[str, str]]) -> list[dict]:
+    """A conversation of questions and answers about a text, which stands before the first question."""
+    first, *others = turns
+    return [message for turn in ((text + first[0], first[1]), *others) for message in _turn(*turn)]
+
+
 def _turn(question: str, answer: str) -> list[dict]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 

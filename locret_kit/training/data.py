@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from fractions import Fraction
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import TypeVar, cast
@@ -21,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..config.train_options import DataConfig
 from ..naming import first_line, nearest
+from ..policies import rounded
 from ..policies.grammar import parse_source
 from ..policies.registry import parts_named
 from ..samples import SCHEMAS, WHOLE, Sample, encode_chat, is_unknown, overlap, read_records, to_messages
@@ -278,12 +280,9 @@ def divided(samples: int, names: Sequence[str], weights: Sequence[float]) -> dic
     >>> divided(8, ["a", "b", "c"], [2, 1, 1.5])
     {'a': 3, 'b': 2, 'c': 3}
     """
-    exact = [samples * weight / sum(weights) for weight in weights]
-    whole = [int(share) for share in exact]
-    for i in sorted(range(len(exact)), key=lambda i: whole[i] - exact[i])[: samples - sum(whole)]:
-        whole[i] += 1
+    shares = [samples * Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
     counts = dict.fromkeys(names, 0)
-    for name, n in zip(names, whole, strict=True):
+    for name, n in zip(names, rounded(shares, samples), strict=True):
         counts[name] += n
     return counts
 

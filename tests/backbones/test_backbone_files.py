@@ -208,7 +208,8 @@ def test_the_demo_is_fetched_beside_the_clone_of_the_script(monkeypatch, tmp_pat
     """Wherever the package is installed."""
     script, made = load_script("scripts/fetch_backbone.py"), []
     monkeypatch.setattr(index, "INSTALLED", tmp_path)
-    monkeypatch.setattr(script.demo, "fetch", lambda to, gguf=False: made.append(to))
+    monkeypatch.setattr(script.demo, "fetch", made.append)
+    monkeypatch.setattr(script.index, "fetch", lambda file, to: made.append(to))
     for words in ([], ["--gguf"], ["--to", str(tmp_path / "m")]):
         assert script.main(words) == 0
     here = [ROOT / script.demo.BACKBONE, ROOT / "checkpoints" / script.demo.GGUF.name]
