@@ -3,8 +3,6 @@
 Pure functions turn a checkpoint's facts into text. ``write_release`` writes the folder to publish.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -4,8 +4,6 @@ Token, endpoint, cache and offline mode are those of ``huggingface_hub`` (``HF_T
 This module knows nothing of heads.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable

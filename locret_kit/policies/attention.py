@@ -1,8 +1,6 @@
 """Attention of the newest queries: ``a`` is that of one query to one slot, the mean over the query heads that share its key
 (RoCo, appendix A)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -4,8 +4,6 @@ An answer's span is the characters of the rendering that come from the message (
 text also occurs elsewhere, and for templates that trim messages, leave their thoughts out, or tell the time.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

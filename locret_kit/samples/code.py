@@ -4,8 +4,6 @@ A sample shows stretches of several files, each under its path. Its questions ar
 and whose answer is unambiguous there.
 """
 
-from __future__ import annotations
-
 import ast
 import random
 import re

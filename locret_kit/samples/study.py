@@ -1,8 +1,6 @@
 """Self-study: a backbone writes a question and its answer about each of some passages of a text; samples hide the passages in
 the text's other parts. It works for any model and text, without a data set."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Sequence

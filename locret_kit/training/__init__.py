@@ -3,8 +3,6 @@
 Here is the base of every training: the optimiser, its schedule, and resuming from a state file.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from abc import ABC, abstractmethod

@@ -3,8 +3,6 @@
 The validation data of each source is set aside first. The rest is trained on.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys

@@ -8,8 +8,6 @@ Source: LoCoCo, arXiv 2406.05317. Its 200 steps and kernel of 21 are from Locret
 trained as well.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
