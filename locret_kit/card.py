@@ -117,8 +117,7 @@ def write_release(
     mine = [row for row in rows if beside is not None and row.heads == beside.name]
     check_cells(mine)
     cells = summarize(row for row in mine if row.policy == config.policy)
-    wrong = KeyError, TypeError, UndefinedError
-    with prefixed_errors(f"{source}: {TRAINING} is no training's configuration", *wrong):
+    with prefixed_errors(f"{source}: {TRAINING} is no training's configuration", KeyError, TypeError, UndefinedError):
         sources = training["data"]["sources"] if training else []
         body = TEMPLATE.render(
             config=config, repo=repo, prose=prose.strip(), training=training, smooth_l1=SMOOTH_L1, top=f"{TOP:.0%}",
@@ -167,10 +166,8 @@ def public_rows(file: Path, recorded: str, published: str, rows: list[Row]) -> b
     Raises:
         ValueError: another line that is no JSON, or a row with a field of another type; names file and line.
     """
-    with prefixed_errors(f"{file} is not UTF-8", UnicodeDecodeError):
-        *lines, _ = file.read_text(encoding="utf-8").split("\n")  # not splitlines: U+2028 may stand in an answer
     kept = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
         where = f"{file}, line {number}"
         value = parse_json(line, where) if line.strip() else None
         if isinstance(value, dict) and value.keys() >= set(KEY):
@@ -179,10 +176,11 @@ def public_rows(file: Path, recorded: str, published: str, rows: list[Row]) -> b
             value |= {name: public(value[name]) for name in ("model", "adapter", "error") if name in value}
             if Path(str(row.model)).name == Path(recorded).name:
                 value["model"] = published
-            line = json.dumps(value, ensure_ascii=False)
+            # Half a surrogate pair becomes JSON's own escape.
+            line = json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
             rows += [row] if row.score is not None else []
-        kept += [line + "\n"] if line.strip() else []
-    return "".join(kept).encode("utf-8", "backslashreplace")  # half a surrogate pair as JSON's own escape
+        kept += [line + b"\n"] if line.strip() else []
+    return b"".join(kept)
 
 
 def read_card(file: Path) -> tuple[dict[str, object], str]:
@@ -195,15 +193,13 @@ def read_card(file: Path) -> tuple[dict[str, object], str]:
         return {}, ""
     with prefixed_errors(f"{file}: its metadata cannot be read", Exception):  # YAML's and the client's own
         card = ModelCard.load(file, ignore_metadata_errors=True)
-    return {k: v for k, v in card.data.to_dict().items() if v is not None}, card.text
+    return card.data.to_dict(), card.text
 
 
 def _beside(source: Path | None) -> Path | None:
     """The folder with the heads' other files: their own folder, or for ``heads.pt`` the folder ``heads`` next to it."""
-    if source is None or not source.exists():
-        return None
-    folder = source if source.is_dir() else source.with_suffix("")
-    return folder.resolve() if folder.is_dir() else None
+    folder = source and (source if source.is_dir() else source.with_suffix(""))
+    return folder.resolve() if folder and folder.is_dir() else None
 
 
 def public(value: object) -> Any:

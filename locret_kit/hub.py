@@ -127,7 +127,6 @@ def explain(error: BaseException, repo: str, doing: str = "read") -> str:
 
     if isinstance(error, RuntimeError) and error.__cause__ is not None:  # the client's wrapper of an upload
         error = error.__cause__
-    owner = "" if doing == "read" else ": it belongs to someone else, or the token is read-only"
     by_kind: dict[type[Exception], str] = {
         errors.OfflineModeIsEnabled: "offline mode is on (HF_HUB_OFFLINE or local_files_only), and it is not in the cache",
         errors.GatedRepoError: f"{repo} is gated: accept its terms at {constants.ENDPOINT}/{repo}, then set HF_TOKEN",
@@ -135,8 +134,9 @@ def explain(error: BaseException, repo: str, doing: str = "read") -> str:
         errors.RepositoryNotFoundError: f"there is no {repo}, or it is private and the token (HF_TOKEN) does not open it",
         JSONDecodeError: f"{constants.ENDPOINT} answered with something else than JSON",
     }
-    by_status = {401: "the token is not valid: set HF_TOKEN or run `hf auth login`"}
-    by_status[403] = f"the token may not {doing} {repo}{owner}"
+    owner = "" if doing == "read" else ": it belongs to someone else, or the token is read-only"
+    may_not = f"the token may not {doing} {repo}{owner}"
+    by_status = {401: "the token is not valid: set HF_TOKEN or run `hf auth login`", 403: may_not}
     status = getattr(getattr(error, "response", None), "status_code", None)
     words = next((words for kind, words in by_kind.items() if isinstance(error, kind)), by_status.get(status))
     said = words or first_line(error)
