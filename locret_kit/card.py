@@ -3,13 +3,12 @@
 Pure functions turn a checkpoint's facts into text. ``write_release`` writes the folder to publish.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -21,7 +20,7 @@ from jinja2 import Environment, StrictUndefined, UndefinedError
 from .backbones.load import resolve_model
 from .cis import TOP
 from .evals.engine import KEY, Row, check_cells
-from .evals.tables import Cell, Table, Value, summarize
+from .evals.tables import Cell, Value, summarize
 from .files import CONFIG, parse_json, read_json, write_json
 from .heads import FORMAT, HeadsConfig, RetainingHeads
 from .hub import REPO, push
@@ -96,6 +95,7 @@ def write_release(
         raise ValueError(f"adapter={adapter!r} has no effect: the heads were trained without one")
     beside = _beside(source)
     given, prose = read_card(beside / CARD) if beside else ({}, "")
+    given |= {"license": license} if license else {}
     config = replace(
         heads.config,
         backbone=_hub_name("base_model", base_model or given.get("base_model"), heads.config.backbone),
@@ -108,9 +108,7 @@ def write_release(
     training = None
     for file in sorted({file for pattern in EXTRAS for file in beside.glob(pattern)}) if beside else ():
         if file.suffix == ".jsonl":
-            content, released_rows = public_rows(file, heads.config.backbone, config.backbone)
-            (target / file.name).write_bytes(content)
-            rows += released_rows
+            (target / file.name).write_bytes(public_rows(file, heads.config.backbone, config.backbone, rows))
         elif file.name == TRAINING:
             training = public(read_json(file))
             write_json(target / TRAINING, training)
@@ -119,16 +117,14 @@ def write_release(
     mine = [row for row in rows if beside is not None and row.heads == beside.name]
     check_cells(mine)
     cells = summarize(row for row in mine if row.policy == config.policy)
-    wrong = KeyError, TypeError, UndefinedError
-    with prefixed_errors(f"{source}: {TRAINING} is no training's configuration", *wrong):
+    with prefixed_errors(f"{source}: {TRAINING} is no training's configuration", KeyError, TypeError, UndefinedError):
         sources = training["data"]["sources"] if training else []
         body = TEMPLATE.render(
             config=config, repo=repo, prose=prose.strip(), training=training, smooth_l1=SMOOTH_L1, top=f"{TOP:.0%}",
-            parameters=sum(p.numel() for p in heads.parameters()), results=results_table(cells) if cells else "",
+            parameters=sum(p.numel() for p in heads.parameters()), cells=cells, shown=Value.of,
         )  # fmt: skip
     # The client's checks of metadata raise errors of many kinds.
     with prefixed_errors(f"{source}: {CARD} has metadata that the Hub does not know", Exception):
-        given |= {"license": license} if license else {}
         metadata = ModelCardData(**facts_of(config, repo, cells, sources, given)).to_yaml()
     (target / CARD).write_text(f"---\n{metadata}\n---\n\n{body.strip()}\n", encoding="utf-8")
     return sorted(file.name for file in target.iterdir())
@@ -138,19 +134,14 @@ def facts_of(
     config: HeadsConfig, repo: str, cells: Sequence[Cell], sources: Sequence[str], given: Mapping[str, object]
 ) -> dict[str, Any]:
     """A card's metadata; what its author wrote by hand (``given``) comes first, results come from ``cells``."""
-    results = [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=cell.task,
-            dataset_name=f"{cell.task}, {cell.haystack}, {cell.length} tokens",
-            dataset_config=f"{cell.haystack}, {cell.length} tokens",  # what tells results apart in the index
-            metric_type=cell.metric,
-            metric_name=f"{cell.metric} at budget {cell.budget}, n={cell.n}",
-            metric_args={"budget": cell.budget, "samples": cell.n},
-            metric_value=round(cell.mean or 0.0, 4),
-        )
-        for cell in cells
-    ]
+    results = []
+    for cell in cells:
+        data = f"{cell.haystack}, {cell.length} tokens"  # what tells results apart in the index
+        name, figures = f"{cell.metric} at budget {cell.budget}, n={cell.n}", {"budget": cell.budget, "samples": cell.n}
+        dataset = dict(dataset_type=cell.task, dataset_name=f"{cell.task}, {data}", dataset_config=data)
+        metric = dict(metric_type=cell.metric, metric_name=name, metric_args=figures)
+        value = round(cell.mean or 0.0, 4)
+        results.append(EvalResult(task_type="text-generation", metric_value=value, **dataset, **metric))
     return {
         "license": "apache-2.0",
         "library_name": "locret_kit",
@@ -164,8 +155,8 @@ def facts_of(
     }
 
 
-def public_rows(file: Path, recorded: str, published: str) -> tuple[bytes, list[Row]]:
-    """The content of a JSONL file without local paths, and its evaluation rows that have a score.
+def public_rows(file: Path, recorded: str, published: str, rows: list[Row]) -> bytes:
+    """The content of a JSONL file without local paths; evaluation rows that have a score are added to ``rows``.
 
     Objects that are no rows stay as they are; a half last line goes.
 
@@ -175,38 +166,21 @@ def public_rows(file: Path, recorded: str, published: str) -> tuple[bytes, list[
     Raises:
         ValueError: another line that is no JSON, or a row with a field of another type; names file and line.
     """
-    with prefixed_errors(f"{file} is not UTF-8", UnicodeDecodeError):
-        lines = file.read_text(encoding="utf-8").split("\n")  # not splitlines: U+2028 may stand in an answer
-    kept, rows = [], []
-    for number, line in enumerate(lines, 1):
+    kept = []
+    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
         where = f"{file}, line {number}"
-        try:
-            value = parse_json(line, where) if line.strip() else None
-        except ValueError:
-            if number == len(lines):
-                break
-            raise
-        if value is None:
-            continue
-        if isinstance(value, dict) and all(name in value for name in KEY):
+        value = parse_json(line, where) if line.strip() else None
+        if isinstance(value, dict) and value.keys() >= set(KEY):
             with prefixed_errors(where, ValueError):
                 row = Row.from_dict(value)
             value |= {name: public(value[name]) for name in ("model", "adapter", "error") if name in value}
             if Path(str(row.model)).name == Path(recorded).name:
                 value["model"] = published
-            line = json.dumps(value, ensure_ascii=False)
+            # Half a surrogate pair becomes JSON's own escape.
+            line = json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
             rows += [row] if row.score is not None else []
-        kept.append(line + "\n")
-    return "".join(kept).encode("utf-8", "backslashreplace"), rows  # half a surrogate pair as JSON's own escape
-
-
-def results_table(cells: Sequence[Cell]) -> str:
-    """Results as a Markdown table, one row per cell."""
-    head = ["task", "haystack", "tokens", "budget", "metric", "mean ± standard error"]
-    lines: list[list[str | Value]] = [
-        [c.task, c.haystack, str(c.length), str(c.budget), c.metric, Value.of(c)] for c in cells
-    ]
-    return Table(head, lines).markdown().rstrip("\n")
+        kept += [line + b"\n"] if line.strip() else []
+    return b"".join(kept)
 
 
 def read_card(file: Path) -> tuple[dict[str, object], str]:
@@ -218,16 +192,14 @@ def read_card(file: Path) -> tuple[dict[str, object], str]:
     if not file.is_file():
         return {}, ""
     with prefixed_errors(f"{file}: its metadata cannot be read", Exception):  # YAML's and the client's own
-        card = ModelCard(file.read_text(encoding="utf-8"), ignore_metadata_errors=True)
-    return {k: v for k, v in card.data.to_dict().items() if v is not None}, card.text
+        card = ModelCard.load(file, ignore_metadata_errors=True)
+    return card.data.to_dict(), card.text
 
 
 def _beside(source: Path | None) -> Path | None:
     """The folder with the heads' other files: their own folder, or for ``heads.pt`` the folder ``heads`` next to it."""
-    if source is None or not source.exists():
-        return None
-    folder = source if source.is_dir() else source.with_suffix("")
-    return folder.resolve() if folder.is_dir() else None
+    folder = source and (source if source.is_dir() else source.with_suffix(""))
+    return folder.resolve() if folder and folder.is_dir() else None
 
 
 def public(value: object) -> Any:
@@ -250,20 +222,14 @@ def _hub_name(field: str, given: object, recorded: str) -> str:
     repo, _, kind = recorded.partition(":")
     if kind and REPO.match(repo) and given in (None, repo):  # a GGUF file of a repository
         return recorded
+    if given and not REPO.match(str(given)):
+        raise ValueError(f"{field}={given!r}, which others are to load, must be user/name")
     if given:
-        if not isinstance(given, str) or not REPO.match(given):
-            raise ValueError(f"{field}={given!r}, which others are to load, must be user/name")
-        return given
-    try:
+        return str(given)
+    with suppress(OSError, ValueError, KeyError):
         path = Path(resolve_model(recorded))
-    except FileNotFoundError:
-        path = Path(recorded)
-    if not path.exists() and REPO.match(recorded) and not recorded.startswith("checkpoints/"):
-        return recorded
-    try:
+        if not path.exists() and REPO.match(recorded):
+            return recorded
         return str(json.loads((path / "backbone.json").read_text())["repo"])
-    except (OSError, ValueError, KeyError):
-        flag = "--" + field.replace("_", "-")
-        raise ValueError(
-            f"{field}: the heads name {recorded!r}, which others cannot load: give {flag} user/name"
-        ) from None
+    flag = "--" + field.replace("_", "-")
+    raise ValueError(f"{field}: the heads name {recorded!r}, which others cannot load: give {flag} user/name")

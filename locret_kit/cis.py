@@ -3,8 +3,6 @@
 Source: Locret, section 3.3; the log-probability target and the top-weighted loss are this project's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated

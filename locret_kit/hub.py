@@ -4,8 +4,6 @@ Token, endpoint, cache and offline mode are those of ``huggingface_hub`` (``HF_T
 This module knows nothing of heads.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable
@@ -25,17 +23,12 @@ class OneRetryLine(logging.Filter):
 
     LOGGER = "huggingface_hub.utils._http"
     """The logger to filter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._said = False
+    _said = False
 
     def filter(self, record: logging.LogRecord) -> bool:
         said = record.getMessage()
-        if said.startswith("Retrying in "):
-            return False
         if " thrown while requesting " not in said:
-            return True
+            return not said.startswith("Retrying in ")
         if first := not self._said:
             record.msg, record.args = f"{said}: trying again; HF_HUB_OFFLINE=1 uses the local cache only", ()
         self._said = True
@@ -65,31 +58,28 @@ def pull(
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    def get(wanted: list[str], local: bool) -> Path:
-        here: Access = {**access, "local_files_only": local}
-        return Path(snapshot_download(repo, allow_patterns=wanted, **here))
+    def failed(error: Exception) -> FileNotFoundError:
+        return FileNotFoundError(f"{field}={repo!r}: not a local file, and the Hub says: {explain(error, repo)}")
 
-    wanted = None
     try:
         if access.get("local_files_only"):
             raise OfflineModeIsEnabled("local_files_only")
-        names = _state(repo, access.get("revision"), access.get("token"))[1]
-        wanted = choose(names)
-        folder = get(wanted, local=False)
-    except Exception as error:
-        if wanted is None and isinstance(error, ValueError) and not isinstance(error, JSONDecodeError | HfHubHTTPError):
-            raise  # choose's own words
-        reason = FileNotFoundError(f"{field}={repo!r}: not a local file, and the Hub says: {explain(error, repo)}")
-        if isinstance(error, HfHubHTTPError | ValueError):
-            raise reason from error
-        try:  # no answer: the transport's own errors, or offline mode. What is in the cache may be a part of the files.
-            folder = get([], local=True)
-            cached = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
-            wanted = wanted or choose(cached)
+        names = _file_names(repo, access.get("revision"), access.get("token"))
+    except (HfHubHTTPError, ValueError) as error:
+        raise failed(error) from error
+    except Exception as error:  # no answer: the transport's own errors, or offline mode
+        here: Access = {**access, "local_files_only": True}
+        try:
+            folder = Path(snapshot_download(repo, allow_patterns=[], **here))
+            wanted = choose([str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()])
         except (OSError, ValueError):
-            raise reason from error
-        if not set(wanted) <= set(cached):
-            raise reason from error
+            raise failed(error) from error
+    else:
+        wanted = choose(names)
+        try:
+            folder = Path(snapshot_download(repo, allow_patterns=wanted, **access))
+        except Exception as error:
+            raise failed(error) from error
     return [folder / name for name in wanted]
 
 
@@ -104,73 +94,52 @@ def push(
     Raises:
         OSError: one line that says why, and whether something was published.
     """
-    from huggingface_hub import HfApi, get_token
+    from huggingface_hub import HfApi, get_token, hf_hub_download
 
     if token is None and get_token() is None:
         raise OSError(f"repo={repo!r}: no Hub token: set HF_TOKEN or run `hf auth login`")
-    api, state = HfApi(token=token), "nothing was published"
+    api, state, (name, wanted) = HfApi(token=token), "nothing was published", marker
     try:
         api.create_repo(repo, private=private, exist_ok=True)
-        names = _state(repo, None, token)[1]
+        names = _file_names(repo, None, token)
         if not names:
             state += f", but the repository {repo} is there, and empty"
-        _check_ours(repo, names, *marker, token)
+        if there := [one for one in names if one not in (".gitattributes", "README.md")]:
+            config = read_json(Path(hf_hub_download(repo, name, token=token))) if name in there else None
+            if not isinstance(config, dict) or config.get("format") != wanted:
+                raise ValueError(f"it exists and holds something else ({', '.join(there[:3])}); give another name")
         state = f"look into {repo}: the upload did not end"
         return str(api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message).commit_url)
     except Exception as error:
         raise OSError(f"repo={repo!r}: {state}: {explain(error, repo, 'write to')}") from error
 
 
-def _cause(error: Exception) -> Exception:
-    """The original error behind the client's wrapper of an upload."""
-    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
-        return error.__cause__
-    return error
-
-
-def _state(repo: str, revision: str | None, token: str | bool | None) -> tuple[str | None, list[str]]:
-    """A repository's commit, and the names of its files."""
+def _file_names(repo: str, revision: str | None, token: str | bool | None) -> list[str]:
     from huggingface_hub import HfApi
 
     info = HfApi().model_info(repo, revision=revision, timeout=10, token=token)
-    return info.sha, [file.rfilename for file in info.siblings or ()]
+    return [file.rfilename for file in info.siblings or ()]
 
 
-def _check_ours(repo: str, names: list[str], name: str, wanted: str, token: str | None) -> None:
-    from huggingface_hub import hf_hub_download
-
-    names = [n for n in names if n not in (".gitattributes", "README.md")]
-    if not names:
-        return
-    config = read_json(Path(hf_hub_download(repo, name, token=token))) if name in names else None
-    if not isinstance(config, dict) or config.get("format") != wanted:
-        raise ValueError(f"it exists and holds something else ({', '.join(names[:3])}); give another name")
-
-
-def explain(error: Exception, repo: str, doing: str = "read") -> str:
+def explain(error: BaseException, repo: str, doing: str = "read") -> str:
     """One line for the user from a failed call that was ``doing`` something with a repository."""
     from huggingface_hub import constants, errors
 
-    error = _cause(error)
+    if isinstance(error, RuntimeError) and error.__cause__ is not None:  # the client's wrapper of an upload
+        error = error.__cause__
+    by_kind: dict[type[Exception], str] = {
+        errors.OfflineModeIsEnabled: "offline mode is on (HF_HUB_OFFLINE or local_files_only), and it is not in the cache",
+        errors.GatedRepoError: f"{repo} is gated: accept its terms at {constants.ENDPOINT}/{repo}, then set HF_TOKEN",
+        errors.RevisionNotFoundError: f"{repo} has no such revision",
+        errors.RepositoryNotFoundError: f"there is no {repo}, or it is private and the token (HF_TOKEN) does not open it",
+        JSONDecodeError: f"{constants.ENDPOINT} answered with something else than JSON",
+    }
+    owner = "" if doing == "read" else ": it belongs to someone else, or the token is read-only"
+    may_not = f"the token may not {doing} {repo}{owner}"
+    by_status = {401: "the token is not valid: set HF_TOKEN or run `hf auth login`", 403: may_not}
     status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return "offline mode is on (HF_HUB_OFFLINE or local_files_only), and it is not in the cache"
-    if isinstance(error, errors.GatedRepoError):
-        return f"{repo} is gated: accept its terms at {constants.ENDPOINT}/{repo}, then set HF_TOKEN"
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"{repo} has no such revision"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return f"there is no {repo}, or it is private and the token (HF_TOKEN) does not open it"
-    if isinstance(error, JSONDecodeError):
-        return f"{constants.ENDPOINT} answered with something else than JSON"
-    if status == 401:
-        return "the token is not valid: set HF_TOKEN or run `hf auth login`"
-    if status == 403:
-        owner = "" if doing == "read" else ": it belongs to someone else, or the token is read-only"
-        return f"the token may not {doing} {repo}{owner}"
-    said = first_line(error)
-    if status is not None or isinstance(error, ValueError):
+    words = next((words for kind, words in by_kind.items() if isinstance(error, kind)), by_status.get(status))
+    said = words or first_line(error)
+    if words or status is not None or isinstance(error, ValueError) or getattr(error, "errno", None):
         return said
-    if isinstance(error, OSError) and error.errno:
-        return f"{error.filename or 'the cache'}: {error.strerror}"
     return f"{constants.ENDPOINT} cannot be reached: {said}"

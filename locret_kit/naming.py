@@ -1,8 +1,6 @@
 """Words for messages: the nearest valid name, prefixes of errors, install commands, and sizes in bytes (parsed and
 formatted)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches

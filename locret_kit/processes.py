@@ -4,8 +4,6 @@ The number of threads does not depend on the machine's load. It decides how sums
 another process would follow another curve in its last bits.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

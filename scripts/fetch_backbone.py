@@ -12,7 +12,7 @@ import errno
 import sys
 from pathlib import Path
 
-from locret_kit.backbones import demo
+from locret_kit.backbones import demo, index
 from locret_kit.naming import first_line
 
 
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     folder = Path(__file__).resolve().parents[1] / demo.BACKBONE
     to = (args.to or (folder.parent / demo.GGUF.name if args.gguf else folder)).absolute()
     try:
-        demo.fetch(to, gguf=args.gguf)
+        index.fetch(demo.GGUF, to) if args.gguf else demo.fetch(to)
     except (OSError, ValueError) as error:
         full = isinstance(error, OSError) and error.errno == errno.ENOSPC
         print(f"error: {f'no disk space left beside {to}' if full else first_line(error)}", file=sys.stderr)

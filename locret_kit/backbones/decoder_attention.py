@@ -17,8 +17,8 @@ from locret_kernels.enter import HeadProduct
 from locret_kernels.ragged_decode import angle_steps
 from locret_kernels.rotate import rotate_rows
 
-from .libraries import Undo, replace_forward
 from .spec import BackboneSpec, UnsupportedArchitecture, decoder_of, device_of, text_config
+from .undo import Undo, replace_forward
 
 Turn = Tensor | tuple[Tensor, Tensor]
 """Answer of a rotary module: cos and sin, or numbers of the complex plane."""
@@ -113,8 +113,10 @@ class DecoderAttention:
     spec: BackboneSpec
     calls: tuple[AttentionCall, ...]
     """Attention calls, in the order of a forward."""
-    rotations: tuple[Rotation, ...] | str
-    """Rotation of every layer with rows, or the reason why it is not known."""
+    rotations: tuple[Rotation, ...] = ()
+    """Rotation of every layer with rows; empty where it is not known."""
+    unknown_rotation: str = ""
+    """Why rotations are not known."""
     takes_positions: bool = True
     """Whether a token's place in the text is its position id, not its order in the forward."""
     in_pieces: bool = True
@@ -133,17 +135,18 @@ class DecoderAttention:
     @property
     def unlike_llama(self) -> str | None:
         """The first difference of the attention from Llama's with windows; None without one."""
-        spec, unknown = self.spec, self.rotations if isinstance(self.rotations, str) else ""
-        known = () if isinstance(self.rotations, str) else self.rotations
+        spec = self.spec
         differences = {
             f"{len(spec.states)} layers hold a state": bool(spec.states),
             "layers share keys and values": spec.shared,
             "attention has sinks or a cap on its logits": not all(call.plain for call in self.calls),
             "sizes differ from layer to layer, or between keys and values": not spec.is_uniform,
             "attention is chunked": any(layer.chunked for layer in spec.layers),
-            unknown: bool(unknown),
+            self.unknown_rotation: not self.rotations,
             "norms of queries and keys come after the rotation": self.has_weighted_rotations,
-            "a rotation other than of halves": any(r.order is not None or r.reversed or not r.module for r in known),
+            "a rotation other than of halves": any(
+                r.order is not None or r.reversed or not r.module for r in self.rotations
+            ),
         }
         return next((words for words, found in differences.items() if found), None)
 
@@ -157,7 +160,7 @@ class DecoderAttention:
     @property
     def has_weighted_rotations(self) -> bool:
         """Whether norms with a weight come after the rotation in some layers, which the definitions of kernels alone know."""
-        return not isinstance(self.rotations, str) and any(rotation.norms for rotation in self.rotations)
+        return any(rotation.norms for rotation in self.rotations)
 
     @property
     def packs_texts(self) -> bool:
@@ -166,10 +169,10 @@ class DecoderAttention:
 
     def require_rotations(self) -> tuple[Rotation, ...]:
         """The rotations. Raises UnsupportedArchitecture where they are not known."""
-        if isinstance(self.rotations, str):
+        if not self.rotations:
             raise UnsupportedArchitecture(
-                f"model_type={self.spec.model_type!r}: {self.rotations}, so retaining heads and compact positions cannot run; "
-                "a policy without heads, such as snapkv, runs at original positions"
+                f"model_type={self.spec.model_type!r}: {self.unknown_rotation}, so retaining heads and compact positions "
+                "cannot run; a policy without heads, such as snapkv, runs at original positions"
             )
         return self.rotations
 

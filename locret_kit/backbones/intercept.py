@@ -25,11 +25,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .decoder_attention import AttentionCall, Calls, DecoderAttention, Handler, LayerOperations, rotaries_of, unrotate
-from .libraries import Undo, cache_among, replace_forward, run_eagerly, unwrapped
+from .libraries import cache_among
 from .patches import fuse_layers, give_rows, skip_rotations, slice_mlps, widen
 from .probe import describe
 from .recording import CallArguments, Method, meet_attention, softmax_of, unknown_argument
 from .spec import DecoderOutput, DecoderStack, Forward, decoder_of, device_of, text_config
+from .undo import Undo, replace_forward, run_eagerly
+from .wrapped import unwrapped
 
 # ---- a forward cut into blocks, after each of which its handler reads the final hidden states -----------------------
 
@@ -318,9 +320,9 @@ def _calls_of(
     """The calls of each attention module, in the order of a forward, each with the order ``[D]`` of its channels or
     None."""
     known: dict[nn.Module, list[tuple[AttentionCall, Tensor | None]]] = {}
+    orders = [rotation.order for rotation in description.rotations] or [None] * description.spec.n_layers
     for call in description.calls:
-        rotation = None if isinstance(description.rotations, str) else description.rotations[call.layer]
-        module, order = decoder.get_submodule(call.module), None if rotation is None else rotation.order
+        module, order = decoder.get_submodule(call.module), orders[call.layer]
         order_D = None if order is None else torch.tensor(order, device=device_of(module))
         known.setdefault(module, []).append((call, order_D))
     return known

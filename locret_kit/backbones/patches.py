@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from locret_kernels.fused import rms_norm, swiglu
 
 from .decoder_attention import Choice, LayerOperations
-from .libraries import Undo, has_own_forward, replace_forward
 from .spec import DecoderStack, GatedMlp, Layer, RmsNorm, decoder_of, is_gated, is_rms_norm, is_silu
+from .undo import Undo, has_own_forward, replace_forward
 
 # ---- a backbone's elementwise work in fewer launches ----------------------------------------------------------------
 
@@ -121,18 +121,19 @@ def _skip_identity(undo: Undo, module: ModuleType) -> None:
         own, users = _WRAPPED.setdefault(module, (getattr(module, ROTATION), set()))
         users.add(undo)
         if getattr(module, ROTATION) is own:
-            setattr(module, ROTATION, _passing(own))
+            setattr(module, ROTATION, wraps(own)(partial(_rotated, own)))
 
 
-def _passing(rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``rotate``, except that it returns q [B, Q, T, D] and k [B, H, T, D] unchanged if cos is None."""
-
-    @wraps(rotate)
-    def passing(q: Tensor, k: Tensor, cos: Tensor | None, *rest: object, **named: object) -> tuple[Tensor, Tensor]:
-        """q [B, Q, T, D] and k [B, H, T, D], rotated unless cos is None."""
-        return (q, k) if cos is None else rotate(q, k, cos, *rest, **named)
-
-    return passing
+def _rotated(
+    rotate: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor | None,
+    *rest: object,
+    **named: object,
+) -> tuple[Tensor, Tensor]:
+    """q [B, Q, T, D] and k [B, H, T, D], rotated unless cos is None."""
+    return (q, k) if cos is None else rotate(q, k, cos, *rest, **named)
 
 
 # ---- MLPs in slices of rows --------------------------------------------------------------------------------------------

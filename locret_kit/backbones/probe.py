@@ -22,14 +22,13 @@ from .decoder_attention import (
     AttentionCall,
     DecoderAttention,
     Described,
-    LayerOperations,
     Rotation,
     frequencies_of,
     rotaries_of,
     rotate,
     unrotate,
 )
-from .libraries import ASKED_FOR_STATES, Undo, holds_states, layer_kinds, unwrapped
+from .libraries import ASKED_FOR_STATES, holds_states, layer_kinds
 from .patches import REFERENCE, fuse_layers, skip_rotations
 from .products import NotDense, projections
 from .recording import (
@@ -56,6 +55,8 @@ from .spec import (
     spec_of,
     text_config,
 )
+from .undo import Undo
+from .wrapped import unwrapped
 
 # ---- shortcuts that a decoder allows --------------------------------------------------------------------------------
 
@@ -66,9 +67,6 @@ def with_shortcuts(
     decoder: DecoderStack, config: PreTrainedConfig, ids_1T: Tensor, first: RecordedRun, found: DecoderAttention
 ) -> DecoderAttention:
     """The description ``found`` with the shortcuts that the decoder allows. ``ids_1T``: token ids [1, T] of the run ``first``."""
-
-    def reference(*x: Tensor) -> LayerOperations:
-        return REFERENCE
 
     def run(change: Callable[..., None], *args: object, first_place: int = 0, **named: object) -> RecordedRun | None:
         undo = Undo()
@@ -83,17 +81,18 @@ def with_shortcuts(
         finally:
             undo.run()
 
-    rotations = () if isinstance(found.rotations, str) else found.rotations
-    if not any(rotation.module for rotation in rotations):
+    if not any(rotation.module for rotation in found.rotations):
         return found
     unturned = run(unrotate, in_halves=True)
     answers = _is_unturned(unturned, first, decoder, config, found)
-    standard = all(rotation.order is None for rotation in rotations)
-    skips = standard and answers and _is_unturned(run(skip_rotations, reference), first, decoder, config, found)
+    standard = all(rotation.order is None for rotation in found.rotations)
+    skips = (
+        standard and answers and _is_unturned(run(skip_rotations, lambda *x: REFERENCE), first, decoder, config, found)
+    )
 
     def fuse(undo: Undo, decoder: DecoderStack) -> None:
         unrotate(undo, decoder, in_halves=True)
-        fuse_layers(undo, decoder, reference)
+        fuse_layers(undo, decoder, lambda *x: REFERENCE)
 
     fused = run(fuse) if skips else None
     fuses = _is_alike(fused, unturned)
@@ -282,7 +281,8 @@ def assumed(config: PreTrainedConfig, rotary: nn.Module | None) -> DecoderAttent
     return DecoderAttention(
         spec,
         calls,
-        tuple(rotations) or "there is no rotary module",
+        tuple(rotations),
+        "" if rotations else "there is no rotary module",
         skips_rotation=bool(buffers),
         fuses_layers=bool(buffers),
         projects=bool(buffers),
@@ -300,8 +300,11 @@ def _description(decoder: DecoderStack, config: PreTrainedConfig) -> DecoderAtte
     first = run_recorded(decoder, config, ids_1T)
     spec, calls = _layers(decoder, config, first)
     placed = bool(rotaries_of(decoder)) or _takes_positions(decoder, config, ids_1T, first)
-    found = DecoderAttention(spec, calls, "no rotation was looked for", placed)
-    found = replace(found, rotations=rotations_of(decoder, config, ids_1T, first, found))
+    found = DecoderAttention(spec, calls, takes_positions=placed)
+    try:
+        found = replace(found, rotations=rotations_of(decoder, config, ids_1T, first, found))
+    except UnsupportedArchitecture as error:
+        found = replace(found, unknown_rotation=str(error))
     sizes = _state_sizes(first)
     # Layers of which neither attention nor a state was seen: an MLP alone, or modules that keep a state themselves.
     seen = {*(str(layer.index) for layer in spec.layers), *(size.name.split(".")[1] for size in sizes)}

@@ -1,7 +1,5 @@
 """Products that a backbone's linear modules compute, as plain matrices."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn

@@ -29,8 +29,9 @@ from .decoder_attention import (
     scaling_of,
     unrotate,
 )
-from .libraries import CACHE, Undo, run_eagerly
+from .libraries import CACHE
 from .spec import DecoderStack, UnsupportedArchitecture
+from .undo import Undo, run_eagerly
 
 # ---- how a decoder's attention is asked for ---------------------------------------------------------------------------
 
@@ -290,15 +291,17 @@ def close(a: Tensor, b: Tensor, times: float = 1.0) -> bool:
 
 def rotations_of(
     decoder: DecoderStack, config: PreTrainedConfig, ids_1T: Tensor, first: RecordedRun, found: DecoderAttention
-) -> tuple[Rotation, ...] | str:
-    """The rotation of every layer with rows, or the reason why it is unknown. ``ids_1T``: token ids ``[1, T]``."""
+) -> tuple[Rotation, ...]:
+    """The rotation of every layer with rows. ``ids_1T``: token ids ``[1, T]``.
+
+    Raises:
+        UnsupportedArchitecture: a rotation is of no known form.
+    """
     rotaries = rotaries_of(decoder)
     undo = Undo()
     try:
         unrotate(undo, decoder)
         second = run_recorded(decoder, config, ids_1T, first.outputs)
-    except UnsupportedArchitecture as error:
-        return str(error)
     finally:
         undo.run()
     unknown = "attention of {!r} rotates queries and keys in a way that the kit does not know"
@@ -307,14 +310,14 @@ def rotations_of(
         norms = _norms(decoder, call.module, before.q.shape[-1])
         form = rotation_between(rotaries, (before.q, before.k), (after.q, after.k), norms)
         if form is None or made.setdefault(call.layer, form) != form:
-            return unknown.format(call.module)
+            raise UnsupportedArchitecture(unknown.format(call.module))
     if not all(one.module for one in made.values()):
         alike = run_recorded(
             decoder, config, ids_1T[:, :1].expand_as(ids_1T), [torch.zeros_like(out) for out in first.outputs]
         )
         for call, seen in zip(found.calls, alike.calls, strict=True):
             if not made[call.layer].module and _turns_by_itself(seen):
-                return unknown.format(call.module)
+                raise UnsupportedArchitecture(unknown.format(call.module))
     return tuple(made[layer] for layer in range(len(found.spec.layers)))
 
 

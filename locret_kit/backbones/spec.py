@@ -17,7 +17,9 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..naming import nearest
-from .libraries import has_own_forward, layer_kinds, unwrapped
+from .libraries import layer_kinds
+from .undo import has_own_forward
+from .wrapped import unwrapped
 
 # ---- modules of a decoder of Llama's form, with the members that are read by name -----------------------------------
 

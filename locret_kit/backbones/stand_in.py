@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from .decoder_attention import AttentionCall, DecoderAttention, Described, Rotation, rotaries_of, unrotate
-from .libraries import Undo
 from .load import load_config, resolve_model
 from .patches import lacks_bfloat16
 from .probe import assumed
 from .recording import close, rotation_between
 from .spec import AttentionLayer, UnsupportedArchitecture, spec_of
+from .undo import Undo
 from .weights import stored_weights
 
 Heads = tuple[Tensor, Tensor]
@@ -131,7 +131,7 @@ class StandIn(nn.Module, Described):
         if any(_turns(a, b) for a, b in zip(layer.unrotated, layer.shifted, strict=True)):
             raise UnsupportedArchitecture(f"{layer.name} turns queries or keys by a rotation that cannot be left out")
         named, known = Rotation(), rotaries_of(self)
-        if not isinstance(self.description.rotations, str):
+        if self.description.rotations:
             pairs = zip(self.description.spec.layers, self.description.rotations, strict=True)
             named = next((rotation for own, rotation in pairs if own.index == layer.layer), named)
         before, after = ([x.transpose(0, 1)[None] for x in pair] for pair in (layer.unrotated, layer.rotated))

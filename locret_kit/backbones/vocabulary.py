@@ -2,8 +2,6 @@
 training, an image token of a model that is exported for text. A row beyond the last would end a GPU's context for everybody.
 """
 
-from __future__ import annotations
-
 import json
 
 from transformers import PreTrainedTokenizerBase

@@ -17,17 +17,19 @@ from torch.nn import functional as F
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from locret_kernels.fused import rms_norm
+from locret_kernels.product import unpack
 
 from ..files import pointer_note
 from ..hub import pull
 from ..naming import install_line, prefixed_errors
 from .decoder_attention import rotate
-from .gguf.gguf_model import PackedEmbedding, PackedLinear, unpacked_rows
-from .libraries import has_own_forward, unwrapped
+from .gguf.gguf_model import PackedEmbedding, PackedLinear
 from .patches import is_own_hook
 from .probe import describe
 from .products import PLAIN, NotDense, Product, pieces, product_of, projections
 from .spec import Layer, decoder_of, is_rms_norm, is_silu, text_config
+from .undo import has_own_forward
+from .wrapped import unwrapped
 
 PACKED = (PackedEmbedding, PackedLinear)
 """Modules beside PyTorch's and transformers' whose weights are known."""
@@ -137,7 +139,7 @@ def check_dense(model: PreTrainedModel, weights: Dense) -> None:
     ids_T = torch.arange(2, 6, device=weights.norm.weight.device)
     x = weights.words.weight[ids_T]
     if weights.words.form is not None:
-        x = unpacked_rows(x, weights.words.form, weights.dtype)
+        x = unpack(x, weights.words.form).to(weights.dtype)
     for layer, rope in zip(weights.layers, description.ropes(model, len(ids_T)), strict=True):
         normed = _normed(x, layer.norm)
         q, k, v = (
@@ -331,9 +333,12 @@ def stored_weights(name: str, names: Iterable[str]) -> Iterator[Tensor]:
     Raises:
         ValueError: a weight is missing, or a file is damaged.
     """
-    folder = Path(name)
-    where: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")) if folder.exists() else pull(name, _safetensors):
+    folder, where = Path(name), dict[str, Path]()
+
+    def safetensors(files: list[str]) -> list[str]:
+        return [file for file in files if file.endswith(".safetensors")]
+
+    for path in sorted(folder.glob("*.safetensors")) if folder.exists() else pull(name, safetensors):
         with (
             prefixed_errors(f"{path} cannot be read{pointer_note(path)}", SafetensorError),
             safe_open(path, framework="pt") as file,
@@ -344,10 +349,6 @@ def stored_weights(name: str, names: Iterable[str]) -> Iterator[Tensor]:
             raise ValueError(f"{name} holds no weight {weight} in .safetensors: no document can be compared with it")
         with safe_open(where[weight], framework="pt") as file:
             yield file.get_tensor(weight)
-
-
-def _safetensors(names: list[str]) -> list[str]:
-    return [name for name in names if name.endswith(".safetensors")]
 
 
 def fingerprint(weights: Iterable[Tensor], samples: int | None = None) -> str:

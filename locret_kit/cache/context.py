@@ -173,7 +173,7 @@ class Context:
             )
         # Of a model with several parts, the language model alone.
         config, description = text_config(model), describe(model)
-        spec, known = description.spec, not isinstance(description.rotations, str)
+        spec, known = description.spec, bool(description.rotations)
         # Where the rotation is known, the kit rotates: frequencies are then chosen once for the whole prompt.
         scheme = settings.positions or ("compact" if known else "original")
         sizes = spec.head_dim, model.dtype, (spec.n_heads, spec.n_kv_heads)
@@ -352,5 +352,5 @@ def layer_rows(
         # Those of the group first, then of each of its query heads where the policy asks for them.
         group = layer.n_heads // layer.n_kv_heads if policy.by_query_head else 0
         statistics, recent = len(policy.statistics - {"count"}) * (1 + group), policy.recent(chunk)
-    merges = policy.merge is not None and policy.merge.remembers
+    merges = policy.merge is not None and policy.merge.tracks_weight
     return BoundedLayer(LAYOUTS[policy.allocation.layout](capacity), codec, None, statistics, recent, merges=merges)

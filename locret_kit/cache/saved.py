@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 
 from locret_kernels.provenance import versions
 
-from ..backbones.libraries import unwrapped
 from ..backbones.spec import AttentionLayer, text_config
 from ..backbones.weights import NAMES, fingerprint, first_difference, identity_of
+from ..backbones.wrapped import unwrapped
 from ..heads import RetainingHeads
 from ..naming import first_line, prefixed_errors
 from ..policies import Policy

@@ -37,23 +37,25 @@ class MergeStage(Stage):
         merger = self.merger
         raw = ctx.read_rope(rows) is not None  # keys are stored before RoPE
         rope = ctx.rope(rows.number)
-        facts_BHS = merger.facts(ctx.policy.score, slots, scores_BHS, ctx.policy.protected(slots), stay_BHS)
+        weights_BHS = merger.slot_weights(ctx.policy.score, slots, scores_BHS, ctx.policy.protected(slots), stay_BHS)
         _, H, S = stay_BHS.shape
         for h in range(H):
             keys, values, positions = (rows.head(name, h) for name in ("keys", "values", "positions"))
             own = slice(S - len(keys), S)  # slots are padded on the left
-            facts_S, stay_S = facts_BHS[0, h, own], stay_BHS[0, h, own]
-            if merger.remembers:
-                facts_S = torch.logaddexp(facts_S, rows.head("absorbed", h))
+            weights_S, stay_S = weights_BHS[0, h, own], stay_BHS[0, h, own]
+            if merger.tracks_weight:
+                weights_S = torch.logaddexp(weights_S, rows.head("absorbed", h))
             exact = torch.promote_types(keys.dtype, torch.float32)
             keys_SD = keys.to(exact) if raw else unrotate(rope, keys.to(exact), positions)
             free_S = slice(None) if slots.pinned is None else ~slots.pinned[0, h, own]
-            new = merger.fold(rows.number, keys_SD[free_S], values.to(exact)[free_S], facts_S[free_S], stay_S[free_S])
+            new = merger.merge(
+                rows.number, keys_SD[free_S], values.to(exact)[free_S], weights_S[free_S], stay_S[free_S]
+            )
             at, folded = torch.arange(len(keys), device=keys.device)[free_S][new.slots_R], new.keys_RD
             if not raw:
                 folded = rotate(folded, *rope.tables(positions[at], exact))
             keys[at], values[at] = folded.to(keys.dtype), new.values_RD.to(values.dtype)
-            if merger.remembers and new.log_weight_R is not None:
+            if merger.tracks_weight and new.log_weight_R is not None:
                 absorbed = rows.head("absorbed", h)
                 absorbed[at] = torch.logaddexp(absorbed[at], new.log_weight_R)
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..backbones.decoder_attention import Softmax, same_rotation
-from ..backbones.libraries import unwrapped
 from ..backbones.probe import describe
 from ..backbones.spec import States
+from ..backbones.wrapped import unwrapped
 from . import step, view
 from .context import CacheCounters, Context, Pins, RecallCounters, make_layers
 from .options import CacheOptions

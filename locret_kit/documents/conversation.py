@@ -23,7 +23,7 @@ from typing import Protocol, get_args
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..backbones.libraries import unwrapped
+from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache, CannotFork
 from ..heads import RetainingHeads
 from ..naming import check_name

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from locret_kernels.backend import function
 
 from . import base
+from .slots import joined
 
 H = TypeVar("H")
 
@@ -200,7 +201,7 @@ class Policy:
         masks += [scope.protects(own) for scope in self.scopes if not scope.idle]
         return reduce(torch.logical_or, masks) if masks else torch.zeros_like(slots.valid)
 
-    def verdicts(self, slots: base.Slots, scores_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor) -> Tensor:
+    def query_head_votes(self, slots: base.Slots, scores_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor) -> Tensor:
         """Boolean ``[B, H, G, S]``: the ``budgets`` slots of ``valid`` that score and scopes would keep in each
         query head on its own. A score without attention gives equal results for all query heads of a group."""
         kept = []
@@ -236,7 +237,7 @@ class Policy:
         first, guard = slots[0], None
         newest = [scope.protects_newest(first) for scope in self.scopes if not scope.idle]
         if None in newest or first.pinned is not None:
-            whole = base.joined(slots) if len(slots) > 1 else first
+            whole = joined(slots) if len(slots) > 1 else first
             guard, newest = self.protected(whole).to(torch.uint8), []
             guard = guard if whole.pinned is None else guard.masked_fill(whole.pinned, 2)
         most = max((count or 0 for count in newest), default=0)
@@ -274,7 +275,7 @@ class Policy:
             budgets_BH = self.allocation.head_budgets(measured_BHS, protected_BHS, slots.valid, slots.keep)
         valid_BHS, pinned_BHS = slots.valid, slots.pinned
         if self.selection.by_query_head:
-            slots = replace(slots, verdicts=partial(self.verdicts, slots, scores_BHS))
+            slots = replace(slots, query_head_votes=partial(self.query_head_votes, slots, scores_BHS))
         if pinned_BHS is None:
             return self.selection.select(scores_BHS, protected_BHS, valid_BHS, budgets_BH, slots)
         taken_BH, free_BHS = pinned_BHS.sum(-1), valid_BHS & ~pinned_BHS

@@ -14,167 +14,24 @@ channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from typing import Annotated, ClassVar, Protocol
 
 import torch
 from annotated_types import Interval, Predicate
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from locret_kernels.attend import window_attention
 from locret_kernels.backend import function
 from locret_kernels.select import rank_of as rank_of
 from locret_kernels.sparse_attend import Blocks
 
-from ..backbones.decoder_attention import Linear, Rope, Softmax
 from ..backbones.spec import BackboneSpec
 from ..settings import Description, check
-
-# ---- inputs of the parts of a policy --------------------------------------------------------------------------------
-
-# New tokens as they enter the cache, and the slots of a layer that must be cut.
-#
-# Shapes: ``B`` texts, ``H`` key/value heads, ``Q`` query heads, ``G`` query heads of a group, ``S`` slots of a head, ``T`` new
-# tokens, ``D`` channels.
-
-
-PLAIN = Softmax(1.0)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """New tokens of one layer as they enter the cache."""
-
-    layer: int
-    position: int
-    """Position in the text of the first new token; of tokens of several texts see ``positions``."""
-    q: Tensor
-    """``[B, Q, T, D]`` before RoPE where the rotation is known."""
-    k: Tensor
-    """``[B, H, T, D]``"""
-    v: Tensor
-    """``[B, H, T, D]``"""
-    head: nn.Module | None
-    """The layer's retaining head, for scores that need one."""
-    seed: int
-    rope: Rope | None = None
-    """The layer's ``Rope``; None where the rotation is not known."""
-    state: MutableMapping[str, Tensor] = field(default_factory=dict)
-    """The score's state of this layer between calls; shared with ``Slots``. Tensors begin with the batch axis."""
-    linear: Linear = F.linear
-    """Function that computes the products of a retaining head."""
-    places: Tensor | None = None
-    """``positions``, where tokens of several texts stand side by side."""
-
-    @property
-    def positions(self) -> Tensor:
-        """Position of each new token in its text: integers that broadcast to ``[B, H, T]``."""
-        if self.places is not None:
-            return self.places
-        return self.position + torch.arange(self.k.shape[2], device=self.k.device)
-
-
-def _nothing() -> Tensor:
-    raise ValueError("these slots hold no keys, values or queries")
-
-
-@dataclass
-class Slots:
-    """The slots of one layer when it must be cut to ``keep`` slots per head. Heads that hold fewer than ``S`` slots (after an
-    adaptive allocation) are padded on the left."""
-
-    layer: int
-    layers: int
-    keep: int
-    """Slots that a head of this layer keeps on average, everything counted, after the allocation over layers."""
-    stabilizers: int
-    """Newest slots protected now; 0 at the last eviction before the tail."""
-    chunk: int
-    """Tokens between evictions while a prompt is read."""
-    since_eviction: int
-    """Tokens that entered since the last eviction."""
-    seen: int
-    """Tokens of the text so far."""
-    positions: Tensor
-    """``[B, H, S]`` int32, ascending in every head."""
-    valid: Tensor
-    """``[B, H, S]`` bool; False is padding."""
-    pinned: Tensor | None = field(default=None, kw_only=True)
-    """``[B, H, S]`` bool: slots that stay, whatever the parts say; None without any."""
-    entry_scores: Tensor
-    """``[B, H, S]`` float32: what ``Score.score_new_tokens`` returned for the slot; zeros for scores without. What
-    ``Score.score_slots`` writes into it stays with the slot."""
-    stats: Mapping[str, Tensor]
-    """``[B, H, S]`` float32, those that the policy asks for: ``sum`` and ``square`` of the attention received (mean over the
-    group), ``above`` (how often it was above average), ``count`` (queries that have seen the slot)."""
-    keys: Callable[[], Tensor] = _nothing
-    """Keys ``[B, H, S, D]`` as attention sees them (rotated), zeros at padding."""
-    values: Callable[[], Tensor] = _nothing
-    """Values ``[B, H, S, D]``, zeros at padding."""
-    raw_keys: Callable[[], Tensor] = _nothing
-    """Keys before RoPE; raises ValueError where the rotation is not known."""
-    queries: Callable[[], Tensor] = _nothing
-    """Queries ``[B, Q, W, D]`` of the newest ``W`` tokens, rotated for the newest ``W`` rows; ``W`` is at most what
-    ``Score.recent`` asked for."""
-    softmax: Softmax = PLAIN
-    """Softmax of the layer's attention."""
-    seed: int = 0
-    target: str = "logit"
-    """Unit of the retaining heads' scores: 'logit' or 'log_prob'."""
-    lengths: Sequence[int] | None = None
-    """Slots of every head, where some are padded; the host knows them."""
-    rope: Rope | None = None
-    """The layer's ``Rope``; None where the rotation is not known."""
-    next_position: Tensor | None = None
-    """RoPE position ``[B, H]`` (int64) of the next token; None unless the score ``needs_unrotated``."""
-    state: MutableMapping[str, Tensor] = field(default_factory=dict)
-    """The score's state of this layer between calls."""
-    group: Sequence[Slots] = ()
-    """Views of these slots, one per query head of a group, with its own statistics and queries. Filled if the
-    selection asks for them (``Selection.by_query_head``)."""
-    verdicts: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Function of ``valid`` ``[B, H, S]`` and ``budgets`` ``[B, H]``: bits ``[B, H, G, S]``, whether score and scopes alone would
-    keep the slot in each query head. ``Policy.choose`` sets it."""
-    backend: str = "reference"
-    """Backend of ``locret_kernels``."""
-
-    def attention(self, q_BQWD: Tensor, k_BHSD: Tensor, heads: slice = slice(None)) -> Tensor:
-        """Attention ``[B, H, S]`` (float32) that queries give keys, as ``locret_kernels.attend.window_attention``;
-        ``heads`` are the query heads whose queries they are."""
-        if self.softmax.is_plain:
-            given: Tensor = function("window_attention", self.backend)(q_BQWD, k_BHSD, self.softmax.scaling)
-            return given
-        return window_attention(q_BQWD, k_BHSD, **self.softmax.of(heads)._asdict())
-
-    def newest(self, n: int) -> Tensor:
-        """Boolean ``[B, H, S]``: the newest ``n`` slots of every head."""
-        S = self.positions.shape[-1]
-        row_S = torch.arange(S, device=self.positions.device)
-        return (row_S >= S - n) & self.valid
-
-
-def joined(slots: Sequence[Slots]) -> Slots:
-    """Slots ``[L, H, S]`` of several layers of equal lengths, as though they were texts, for ``Policy.index``."""
-    first, pinned = slots[0], [one.pinned for one in slots if one.pinned is not None]
-    return replace(
-        first,
-        positions=torch.cat([one.positions for one in slots]),
-        valid=torch.cat([one.valid for one in slots]),
-        stats={name: torch.cat([one.stats[name] for one in slots]) for name in first.stats},
-        pinned=torch.cat(pinned) if pinned else None,
-    )
-
-
-def wide(x: Tensor) -> Tensor:
-    """``x`` (any shape) in float32, or in float64 if it already is."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-# ---- base of the parts of a policy, and the types of their parameters -----------------------------------------------
-
+from .slots import Entry as Entry
+from .slots import Slots as Slots
+from .slots import wide as wide
 
 Count = Annotated[int, Interval(ge=0, lt=2**31)]
 """Tokens or slots; positions are int32."""
@@ -201,9 +58,6 @@ class Part(Protocol):
     def __post_init__(self) -> None:
         assert is_dataclass(self)
         check(self)
-
-
-# ---- the parts of an eviction policy ----
 
 
 class PolicyWarning(UserWarning):
@@ -356,7 +210,7 @@ class Selection(Part, Protocol):
 
     @property
     def by_query_head(self) -> bool:
-        """Whether it reads ``Slots.verdicts``. They need statistics of every query head."""
+        """Whether it reads ``Slots.query_head_votes``. They need statistics of every query head."""
         return False
 
     def reserved_slots(self, budget: int) -> int:
@@ -382,7 +236,7 @@ class TopK(Selection):
 
 
 @dataclass(frozen=True)
-class Folded:
+class Merged:
     """Kept slots of one head that evicted slots were folded into; other kept slots are unchanged."""
 
     slots_R: Tensor
@@ -390,24 +244,26 @@ class Folded:
     keys_RD: Tensor
     values_RD: Tensor
     log_weight_R: Tensor | None = None
-    """Logarithm of the weight that each slot gains, if the merger remembers weights."""
+    """Logarithm of the weight that each slot gains, if the merger tracks weights."""
 
 
 class Merge(Part, Protocol):
     """Folds evicted slots into slots of the same head that stay. Keys are those before RoPE."""
 
-    remembers: ClassVar[bool]
+    tracks_weight: ClassVar[bool]
     """Whether a slot stores the weight of the slots folded into it."""
 
     def bind(self, spec: BackboneSpec, devices: Sequence[torch.device]) -> None:
         """Prepare for a backbone whose layers lie on ``devices``; by default any will do. Raises ValueError where not."""
         return
 
-    def facts(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
-        """Facts ``[B, H, S]`` about a layer's slots, computed once per eviction and passed to ``fold``.
+    def slot_weights(
+        self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor
+    ) -> Tensor:
+        """Facts ``[B, H, S]`` about a layer's slots, computed once per eviction and passed to ``merge``.
         ``protected_BHS``: slots that are pinned or in a scope. ``stay_BHS``: the slots to keep."""
 
-    def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, facts_S: Tensor, stay_S: Tensor) -> Folded:
+    def merge(self, layer: int, keys_SD: Tensor, values_SD: Tensor, weights_S: Tensor, stay_S: Tensor) -> Merged:
         """The result of folding a head's evicted slots into kept ones. ``stay_S``: bool, False for evicted slots."""
 
 
@@ -540,66 +396,6 @@ def best_of(
 def share_of(budgets_BH: Tensor, ratio: float) -> Tensor:
     """``ratio`` of each budget (int64), rounded down."""
     return (budgets_BH.double() * ratio).long()
-
-
-# ---- attention of the newest queries, and the base of scores that are weights ---------------------------------------
-
-# ``a`` is the attention of one query to one slot, the mean over the query heads that share the slot's key (RoCo, appendix A).
-
-
-def recent_attention(slots: Slots, newest: int, but: int = 0) -> Tensor:
-    """``sum of a`` ``[B, H, S]`` over the ``newest`` queries except the last ``but``, each over the slots up to its
-    own; zero at padding."""
-    return of_recent_queries(slots, newest, slots.attention, slots.keys(), but=but)
-
-
-def of_recent_queries(
-    slots: Slots, newest: int, measure: Callable[..., Tensor], *rows_BHSD: Tensor, but: int = 0
-) -> Tensor:
-    """``measure`` ``[B, H, S]`` of the ``newest`` queries except the last ``but``; zero at padding and at slots
-    newer than those queries.
-
-    Args:
-        measure: function of queries ``[B, Q, W, D]``, the rows up to the last query's slot, and the slice of query
-            heads.
-        rows_BHSD: keys, and values if the measure needs them.
-    """
-    q_BQWD = slots.queries()
-    end = q_BQWD.shape[2] - but
-
-    def measured(q: Tensor, rows: Sequence[Tensor], heads: slice = slice(None)) -> Tensor:
-        """``measure`` ``[B, H, S]`` of queries ``[B, Q, W, D]`` and rows ``[B, H, S, D]`` of equal length."""
-        S = rows[0].shape[2]
-        W = min(newest - but, end, S - but)
-        if W < 1:
-            return torch.zeros(rows[0].shape[:3], dtype=torch.float32, device=q.device)
-        return F.pad(measure(q[:, :, end - W : end], *(x[:, :, : S - but] for x in rows), heads), (0, but))
-
-    if slots.lengths is None:
-        return measured(q_BQWD, rows_BHSD)
-    _, H, S = slots.positions.shape
-    out_BHS = torch.zeros(1, H, S, dtype=torch.float32, device=q_BQWD.device)
-    G = q_BQWD.shape[1] // H
-    for h, n in enumerate(slots.lengths):
-        group = slice(h * G, (h + 1) * G)
-        out_BHS[0, h, S - n :] = measured(q_BQWD[:, group], [x[:, h : h + 1, S - n :] for x in rows_BHSD], group)[0, 0]
-    return out_BHS
-
-
-def attention_of_each(q_BQWD: Tensor, k_BHSD: Tensor, softmax: Softmax) -> Tensor:
-    """Attention ``[B, H, G, W, S]`` (float32 or wider) of each of the ``W`` newest queries. The last query sees all
-    slots, each earlier one a slot less."""
-    q_BQWD, k_BHSD = wide(q_BQWD), wide(k_BHSD)
-    (B, H, S, _), W = k_BHSD.shape, q_BQWD.shape[2]
-    logit_BHGWS = q_BQWD.view(B, H, -1, W, q_BQWD.shape[-1]) @ k_BHSD[:, :, None].mT * softmax.scaling
-    if softmax.cap is not None:
-        logit_BHGWS = (logit_BHGWS / softmax.cap).tanh() * softmax.cap
-    later_WS = torch.ones(W, S, dtype=torch.bool, device=k_BHSD.device).triu_(S - W + 1)
-    logit_BHGWS = logit_BHGWS.masked_fill(later_WS, float("-inf"))
-    if softmax.sinks_Q is not None:
-        sink_HG11 = softmax.sinks_Q.to(logit_BHGWS).view(H, -1, 1, 1)
-        logit_BHGWS = torch.cat((logit_BHGWS, sink_HG11.expand(B, -1, -1, W, 1)), -1)
-    return logit_BHGWS.softmax(-1)[..., :S]
 
 
 class Weight(Score):

@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..backbones.intercept import attached
-from ..backbones.libraries import forward, unwrapped
+from ..backbones.libraries import forward
 from ..backbones.spec import text_config
+from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
 from ..cache.pages import PagePool
 from .drivers import Driver, logits_after

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import logits_process as steps
 
-from ..backbones.libraries import speaking
+from ..backbones.wrapped import speaking
 from ..settings import check
 
 

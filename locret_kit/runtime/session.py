@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..answers.reader import Event
 from ..backbones.intercept import attached
-from ..backbones.libraries import unwrapped
+from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
 from ..planning.fitting_settings import explain_oom
 from ..text.tokens import TextStream

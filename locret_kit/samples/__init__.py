@@ -4,8 +4,6 @@ An answer's span is the characters of the rendering that come from the message (
 text also occurs elsewhere, and for templates that trim messages, leave their thoughts out, or tell the time.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -223,6 +221,12 @@ def _text(record: dict, name: str) -> str:
     if not isinstance(record[name], str):
         raise ValueError(f"{name}={record[name]!r:.200} must be a string")
     return record[name]
+
+
+def about(text: str, turns: Sequence[tuple[str, str]]) -> list[dict]:
+    """A conversation of questions and answers about a text, which stands before the first question."""
+    first, *others = turns
+    return [message for turn in ((text + first[0], first[1]), *others) for message in _turn(*turn)]
 
 
 def _turn(question: str, answer: str) -> list[dict]:

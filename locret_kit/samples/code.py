@@ -4,8 +4,6 @@ A sample shows stretches of several files, each under its path. Its questions ar
 and whose answer is unambiguous there.
 """
 
-from __future__ import annotations
-
 import ast
 import random
 import re
@@ -15,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import Sample, encode_chat
+from . import Sample, about, encode_chat
 from .haystack import WORDS, count
 
 WORDINGS: dict[str, list[list[str]]] = WORDS["code"]
@@ -219,11 +217,7 @@ def code_sample(tokenizer, files: Sequence[CodeFile], n_tokens: int, rng: random
     if rng.random() < 0.5:  # values alone, as some people ask for
         asked = [Asked(one.kind, f"{one.question} {WORDS['bare'][0]}", one.value, one.value) for one in asked]
     while True:
-        messages = []
-        for i, one in enumerate(asked):
-            question = f"{text}{one.question}" if not i else one.question
-            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": one.answer}]
-        sample = encode_chat(tokenizer, messages)
+        sample = encode_chat(tokenizer, about(text, [(one.question, one.answer) for one in asked]))
         if len(sample.ids) <= n_tokens:
             return sample
         if len(asked) == 1:

@@ -6,8 +6,6 @@ src/prompt.py (the prompts; those with an answer prefix, as for YaRN-Mistral), s
 Differences: the length is any number of tokens, the depth any fraction, and the haystack may be real text.
 """
 
-from __future__ import annotations
-
 import gzip
 import math
 import os

@@ -4,8 +4,6 @@ Words are separated by white space, lower-cased and stripped of punctuation; pun
 13 words in a row. Source: GPT-3, arXiv 2005.14165, appendix C.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,14 +1,12 @@
 """Self-study: a backbone writes a question and its answer about each of some passages of a text; samples hide the passages in
 the text's other parts. It works for any model and text, without a data set."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from . import Sample, encode_chat
+from . import Sample, about, encode_chat
 from .haystack import WORDS, count, cut, hidden, next_start
 
 PASSAGE = 1200
@@ -66,8 +64,5 @@ def study_sample(tokenizer, text: str, studied: Sequence[Studied], n_tokens: int
         asked, depths = [one for one in asked if one is not gone], depths[:-1]
     body = cut(text, tokenizer, max(1, n_tokens - needs), rng)
     document, _ = hidden(body, [f"{one.passage}\n" for one in chosen], depths)
-    messages = []
-    for i, one in enumerate(asked):
-        question = f"{document.rstrip()}\n\n{one.question}" if not i else one.question
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": one.answer}]
+    messages = about(f"{document.rstrip()}\n\n", [(one.question, one.answer) for one in asked])
     return encode_chat(tokenizer, messages, max_tokens=n_tokens)

@@ -3,8 +3,6 @@
 Sample number `index` depends on (seed, index) and the arguments alone, so any worker can build any sample.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 import random

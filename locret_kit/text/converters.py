@@ -3,8 +3,6 @@
 Nothing here opens another file or a connection: links and images stay words.
 """
 
-from __future__ import annotations
-
 import re
 from io import BytesIO
 from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile

@@ -1,7 +1,5 @@
 """A folder as one text: its files in order of their paths, each under a heading with its path."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -8,8 +8,6 @@ lines.
 process. Run as a program, this module reads a file from stdin and writes its text to stdout.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import signal

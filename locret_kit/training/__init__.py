@@ -3,8 +3,6 @@
 Here is the base of every training: the optimiser, its schedule, and resuming from a state file.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from abc import ABC, abstractmethod
@@ -23,7 +21,7 @@ from transformers import PreTrainedModel
 from locret_kernels.provenance import peak_memory
 
 from ..backbones.intercept import attach
-from ..backbones.libraries import unwrapped
+from ..backbones.wrapped import unwrapped
 from ..config.schema import flattened
 from ..config.train_options import TrainConfig
 from .strategy import finish_gradients

@@ -3,12 +3,12 @@
 The validation data of each source is set aside first. The rest is trained on.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from fractions import Fraction
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import TypeVar, cast
@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..config.train_options import DataConfig
 from ..naming import first_line, nearest
+from ..policies import rounded
 from ..policies.grammar import parse_source
 from ..policies.registry import parts_named
 from ..samples import SCHEMAS, WHOLE, Sample, encode_chat, is_unknown, overlap, read_records, to_messages
@@ -135,9 +136,8 @@ class Records:
             text = text_of(self.records[number])
             if overlap.is_copy(text, known):
                 continue
-            sample = self._encode(number, 0)
-            if isinstance(sample, Sample):
-                samples.append(sample)
+            with suppress(ValueError):
+                samples.append(self._encode(number, 0))
                 known = overlap.union([known, overlap.grams(text)])
         if len(samples) < wanted:
             raise self._too_many(len(samples) - 1)
@@ -172,15 +172,17 @@ class Records:
         drawn = (rng.choice(self.trained) for _ in range(DRAWS - 1))
         rest = chain(self.trained, self._spare) if self._spare else ()
         for number in chain([self._order[place - self._place]], drawn, rest):
-            sample = self._encode(number, self._epoch)
-            if isinstance(sample, Sample):
-                for bad in refused.keys() - self._named:
-                    self._named.add(bad)
-                    print(f"data.sources: {self.name!r}, record {bad} is left out: {refused[bad]}", file=sys.stderr)
-                if not place:
-                    self._spare = [number]
-                return sample
-            refused[number] = sample
+            try:
+                sample = self._encode(number, self._epoch)
+            except ValueError as error:
+                refused[number] = str(error)
+                continue
+            for bad in refused.keys() - self._named:
+                self._named.add(bad)
+                print(f"data.sources: {self.name!r}, record {bad} is left out: {refused[bad]}", file=sys.stderr)
+            if not place:
+                self._spare = [number]
+            return sample
         last, unknown = next(reversed(refused)), any(map(is_unknown, refused.values()))
         raise ValueError(
             f"data.sources: {self.name!r} has no usable record among {len(refused)} drawn; the last was record {last}: "
@@ -191,21 +193,22 @@ class Records:
         """The block's records for training, in the order of an epoch or of the validation split."""
         return random.Random(f"{self.seed}:{what}").sample(self.trained, len(self.trained))
 
-    def _encode(self, number: int, epoch: int) -> Sample | str:
-        """A record's sample with the question of an epoch, or why it has none."""
+    def _encode(self, number: int, epoch: int) -> Sample:
+        """A record's sample with the question of an epoch. Raises ValueError where it has none, with the reason."""
         record = self.records[number]
         asked = record.get("instructions")
         questions = max(1, len(asked) if isinstance(asked, list) else 1)
         question = (random.Random(f"{self.seed}:{number}").randrange(questions) + epoch) % questions
         if (number, question) in self._refused:
-            return self._refused[number, question]
+            raise ValueError(self._refused[number, question])
         try:
             messages = to_messages(record, index=question)
             sample = encode_chat(self.tokenizer, messages, max_tokens=self.data.max_tokens, cut=self.data.truncate)
             if not sample.prompt_len:
                 raise ValueError("there is no text before its answer")
         except ValueError as error:
-            return self._refused.setdefault((number, question), first_line(error))
+            self._refused[number, question] = first_line(error)
+            raise ValueError(first_line(error)) from error
         return sample
 
 
@@ -275,12 +278,9 @@ def divided(samples: int, names: Sequence[str], weights: Sequence[float]) -> dic
     >>> divided(8, ["a", "b", "c"], [2, 1, 1.5])
     {'a': 3, 'b': 2, 'c': 3}
     """
-    exact = [samples * weight / sum(weights) for weight in weights]
-    whole = [int(share) for share in exact]
-    for i in sorted(range(len(exact)), key=lambda i: whole[i] - exact[i])[: samples - sum(whole)]:
-        whole[i] += 1
+    shares = [samples * Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
     counts = dict.fromkeys(names, 0)
-    for name, n in zip(names, whole, strict=True):
+    for name, n in zip(names, rounded(shares, samples), strict=True):
         counts[name] += n
     return counts
 

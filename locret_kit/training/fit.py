@@ -4,8 +4,6 @@ a kill.
 The export includes the run's curves: TensorBoard's scalars in one CSV file.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import shlex

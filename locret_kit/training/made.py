@@ -1,7 +1,5 @@
 """Sources of training samples that are made: facts hidden in texts, questions about code, questions that the backbone writes."""
 
-from __future__ import annotations
-
 import random
 import sys
 from abc import ABC, abstractmethod

@@ -4,8 +4,6 @@ The observer gives the backbone full causal attention, and takes each layer's lo
 reaches the backbone, so a layer's graph holds one head and is freed before the next layer runs.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Sequence

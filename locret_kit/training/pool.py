@@ -8,8 +8,6 @@ Source: LoCoCo, arXiv 2406.05317. Its 200 steps and kernel of 21 are from Locret
 trained as well.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -32,9 +30,9 @@ from ..cache.forward import TextForward
 from ..config.train_options import TrainConfig
 from ..heads import RetainingHeads
 from ..policies import Policy, capabilities
-from ..policies.base import Folded, Merge, Score, Slots
+from ..policies.base import Merge, Merged, Score, Slots
 from ..policies.grammar import parse_policy
-from ..policies.methods.lococo import ConvPool, PoolConfig, fold_convolved, pool_slots, save_pool
+from ..policies.methods.lococo import ConvPool, PoolConfig, merge_convolved, pool_slots, save_pool
 from ..samples import Sample
 from ..settings import RunSettings
 from . import FrozenTraining
@@ -44,7 +42,7 @@ from .data import Step
 class LearningMerge(Merge):
     """Folds like ``Lococo``, by a pool in training, and keeps the graph of each layer's last folds."""
 
-    remembers = False
+    tracks_weight = False
 
     def __init__(self, pool: ConvPool) -> None:
         self.pool = pool
@@ -55,12 +53,14 @@ class LearningMerge(Merge):
     def bind(self, spec: BackboneSpec, devices: Sequence[torch.device]) -> None:
         self.pool.check_backbone(spec)
 
-    def facts(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
+    def slot_weights(
+        self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor
+    ) -> Tensor:
         return pool_slots(slots, scores_BHS, protected_BHS, stay_BHS, self.pool.config.slots)
 
-    def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, facts_S: Tensor, stay_S: Tensor) -> Folded:
+    def merge(self, layer: int, keys_SD: Tensor, values_SD: Tensor, weights_S: Tensor, stay_S: Tensor) -> Merged:
         with torch.set_grad_enabled(self.grad):
-            new = fold_convolved(self.pool[layer], keys_SD, values_SD, facts_S, stay_S)
+            new = merge_convolved(self.pool[layer], keys_SD, values_SD, weights_S, stay_S)
         row_S = stay_S.cumsum(0) - 1
         self.folds[layer].append((row_S[new.slots_R], new.keys_RD, new.values_RD))
         return new

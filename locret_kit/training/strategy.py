@@ -29,8 +29,6 @@ whole backbone into CPU memory.
 pinned buffers and NCCL need GPUs and have not been run.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """What the frozen backbone writes for its own training samples, kept in a file: a resumed run writes nothing again."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from hashlib import sha256

@@ -79,7 +79,7 @@ class EnginePages:
         self.model.description = replace(found, spec=self.spec)
         self.shapes = PageShape.for_policies(self.spec, self.settings, self.policies, self.model.dtype)
         self.shape = max(self.shapes, key=lambda shape: shape.nbytes)
-        orders = [()] * self.spec.n_layers if isinstance(found.rotations, str) else [r.order for r in found.rotations]
+        orders = [r.order for r in found.rotations] or [()] * self.spec.n_layers
         self.orders = [torch.tensor(order, device=self.model.device) if order else None for order in orders]
 
     def measure(self, seen: Iterable[tuple[object, ...]]) -> None:

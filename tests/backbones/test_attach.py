@@ -130,17 +130,11 @@ def test_an_attached_model_is_not_copied(copied):
     copied(model)
 
 
-def test_a_cache_without_attach_says_so():
-    model, ids = tiny_model("llama"), tokens(10)
-    with pytest.raises(RuntimeError, match=r"not attached: use `with attach\(model\)"):
-        model(input_ids=ids, **{CACHE: BoundedCache(8, "streaming")})
-    with pytest.raises(RuntimeError, match="not attached"):
-        model.generate(ids, **{CACHE: BoundedCache(8, "streaming")}, max_new_tokens=2)
-
-
-def test_a_cache_used_after_detach_says_so():
-    """Its rows are there, so the first forward must not pass for one over the new token alone."""
+def test_a_cache_of_a_model_that_is_not_attached_says_so():
+    """Also after a detach: its rows are there, so the first forward must not pass for one over the new token alone."""
     model, cache = tiny_model("llama"), BoundedCache(8, "streaming", chunk=4)
+    with pytest.raises(RuntimeError, match=r"not attached: use `with attach\(model\)"):
+        model.generate(tokens(10), **{CACHE: BoundedCache(8, "streaming")}, max_new_tokens=2)
     with attach(model):
         prefill(model, tokens(10)[0].tolist(), cache)
     with pytest.raises(RuntimeError, match="not attached"):
@@ -243,9 +237,6 @@ def test_what_a_bounded_cache_does_not_give_is_said():
         loss = model(ids, **{CACHE: BoundedCache(64, "streaming")}, labels=ids).loss
         with pytest.raises(RuntimeError, match="a bounded cache computes no gradients"):
             loss.backward()
-
-
-# ---- rotations that are not known ------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -31,10 +31,6 @@ def noise(x, seed: int = 1):
     return (torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)) * x.std()).bfloat16().to(x.dtype)
 
 
-def merged(model):
-    return adapted(model).merge_and_unload().eval()
-
-
 def merged_and_back(model):
     peft = adapted(model)
     peft.merge_adapter()
@@ -69,10 +65,6 @@ def not_halves(model):
     model.model.layers[1].mlp.down_proj.weight.data.mul_(1.2345)
 
 
-def loaded(model):
-    model.load_state_dict(tiny_model("llama", seed=5).state_dict())
-
-
 def another_data(model):
     for weight in model.parameters():
         weight.data = noise(weight) if weight.dim() > 1 else weight.data.clone()
@@ -81,10 +73,6 @@ def another_data(model):
 def another_parameter(model):
     mlp = model.model.layers[2].mlp
     mlp.up_proj.weight = nn.Parameter(noise(mlp.up_proj.weight), requires_grad=False)
-
-
-def another_module(model):
-    model.model.layers[2].mlp = deepcopy(tiny_model("llama", seed=5).model.layers[0].mlp)
 
 
 def another_attention(model):
@@ -104,15 +92,6 @@ def added(model):
 
 def tied(model):
     model.lm_head.weight = model.model.embed_tokens.weight
-
-
-def quantised(model):
-    """As simulated quantisation does it, in place."""
-    for layer in model.model.layers:
-        for linear in layer.modules():
-            if isinstance(linear, nn.Linear):
-                step = linear.weight.abs().amax(1, keepdim=True) / 3
-                linear.weight.data.copy_((linear.weight / step).round() * step)
 
 
 class Int8(nn.Module):
@@ -168,8 +147,8 @@ def more_words(model):
 
 
 CHANGES = [
-    merged, merged_and_back, written, one_number, one_word, one_norm, epsilon, not_halves, loaded,
-    another_data, another_parameter, another_module, another_attention, another_last_layer, added, tied, quantised, int8,
+    merged_and_back, written, one_number, one_word, one_norm, epsilon, not_halves,
+    another_data, another_parameter, another_attention, another_last_layer, added, tied, int8,
     another_forward, another_hook, more_words, hooked_norm, another_rotation, fewer_layers, another_scaling, nn.Module.double,
 ]  # fmt: skip
 

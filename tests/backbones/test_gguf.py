@@ -47,15 +47,20 @@ def same_logits(path, model) -> None:
     assert first_difference(identity_of(model)["config"], identity_of(loaded)["config"]) is None
 
 
-@pytest.mark.parametrize("form", ["F16", "Q8_0", "Q4_0"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3", "smollm3"])
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("llama", "F16"),
+        ("llama", "Q4_0"),
+        *((f, "Q8_0") for f in ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3", "smollm3")),
+    ],
+)
 def test_a_file_gives_the_logits_of_its_source(family, form, tmp_path):
     model = tiny_source(family)
     same_logits(write_gguf(tmp_path / f"{family}.gguf", model, form), model)
 
 
-@pytest.mark.parametrize("form", ["F16", "Q8_0"])
-@pytest.mark.parametrize("arch", ["qwen35", "qwen35moe", "lfm2"])
+@pytest.mark.parametrize(("arch", "form"), [("qwen35", "F16"), ("qwen35moe", "Q8_0"), ("lfm2", "Q8_0")])
 def test_what_transformers_reads_is_unpacked_and_said(arch, form, tmp_path, caplog):
     """With the logits and the tokens of the same weights as safetensors."""
     model = newer_source(arch)
@@ -307,8 +312,7 @@ def test_names_of_the_hub(monkeypatch):
         gguf.pull_gguf("lab/Tiny:Q8_0")
 
 
-@pytest.mark.parametrize("form", ["F32", "Q4_1"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
+@pytest.mark.parametrize(("family", "form"), [("llama", "F32"), ("qwen2", "Q4_1"), ("gemma3", "Q4_1")])
 def test_a_folder_holds_the_weights_and_the_tokens(family, form, tmp_path, capsys):
     tokenizer, model = tiny_tokenizer(), tiny_source(family)
     write_gguf(tmp_path / "tiny.gguf", model, form)

@@ -68,9 +68,8 @@ def dispatched(model):
 
 WRAPPERS = {
     "compiled": compiled, "compiled in place": compiled_in_place, "compiled layers": compiled_layers,
-    "lora": lora, "tuner": lambda model: lora(model).base_model, "compiled lora": lambda model: compiled(lora(model)),
-    "DataParallel": DataParallel, "DistributedDataParallel": parallel, "compiled parallel": lambda x: compiled(parallel(x)),
-    "parallel lora": lambda model: DistributedDataParallel(lora(model)),
+    "lora": lora, "tuner": lambda model: lora(model).base_model, "DataParallel": DataParallel,
+    "DistributedDataParallel": parallel, "compiled parallel lora": lambda x: compiled(DistributedDataParallel(lora(x))),
     "dispatched": dispatched, "prepared": lambda model: Accelerator(cpu=True).prepare(model),
 }  # fmt: skip
 

@@ -19,8 +19,8 @@ from locret_kit.policies.methods.lococo import (
     ConvPool,
     PoolConfig,
     SlotConvolution,
-    fold_convolved,
     load_pool,
+    merge_convolved,
     save_pool,
 )
 
@@ -111,7 +111,7 @@ def heads_of_slots(draw):
 @given(heads_of_slots())
 def test_one_head_is_the_definition(case):
     keys, values, pool, stay, conv = case
-    got = fold_convolved(conv, *map(torch.from_numpy, (keys, values, pool, stay)))
+    got = merge_convolved(conv, *map(torch.from_numpy, (keys, values, pool, stay)))
     want = folded(conv, keys, values, pool, stay)
     assert got.slots_R.tolist() == sorted(want)
     for i, s in enumerate(sorted(want)):

@@ -19,7 +19,7 @@ from locret_kit.backbones.decoder_attention import Softmax
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.spec import UnsupportedArchitecture
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.policies.methods.locret import fold_nearest, nearest_kept
+from locret_kit.policies.methods.merging import merge_nearest, nearest_kept
 
 METRICS = ("cosine", "l2")
 
@@ -72,7 +72,7 @@ def heads_of_slots(draw):
 @given(case=heads_of_slots(), metric=st.sampled_from(METRICS))
 def test_one_head_is_the_definition(case, metric):
     keys, values, log_weight, stay = case
-    got = fold_nearest(*map(torch.from_numpy, case), metric)
+    got = merge_nearest(*map(torch.from_numpy, case), metric)
     want = folded(keys, values, np.exp(log_weight), stay, metric)
     assert set(got.slots_R.tolist()) <= set(want)
     for s in set(want) - set(got.slots_R.tolist()):  # slots that are left as they are have taken nothing over
@@ -89,8 +89,8 @@ def test_one_head_is_the_definition(case, metric):
 def test_weights_are_conserved_in_any_unit(case, metric, shift):
     """Also where their exponentials are no numbers."""
     keys, values, log_weight, stay = map(torch.from_numpy, case)
-    got = fold_nearest(keys, values, log_weight, stay, metric)
-    far = fold_nearest(keys, values, log_weight + shift, stay, metric)
+    got = merge_nearest(keys, values, log_weight, stay, metric)
+    far = merge_nearest(keys, values, log_weight + shift, stay, metric)
     for name in ("slots_R", "keys_RD", "values_RD"):
         torch.testing.assert_close(getattr(far, name), getattr(got, name), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(far.log_weight_R, got.log_weight_R + shift)
@@ -125,7 +125,7 @@ def test_similarities_never_exist_at_once():
     """Of 4,000 evicted and 4,000 kept keys there are 16 million; a tile has a million, and the keys take far less."""
     keys, stay = torch.randn(8000, 8), torch.arange(8000) % 2 == 0
     with LiveBytes() as count:
-        fold_nearest(keys, keys, torch.zeros(8000), stay)
+        merge_nearest(keys, keys, torch.zeros(8000), stay)
     assert count.peak < 4 * 4 * 2**20
 
 

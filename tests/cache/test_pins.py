@@ -132,9 +132,9 @@ def test_choice_by_definition(case, selection, allocation, pinned_share, scope_s
     enough = (asked >= slots.pinned.sum(-1)).all(-1, keepdim=True)
     assert torch.equal(stay.sum(-1).where(enough, 0), asked.where(enough, 0))
     free, left = valid & ~slots.pinned, stay.sum(-1) - slots.pinned.sum(-1)
-    slots.verdicts = lambda valid, budgets: ((rank_of(scores, scoped & valid, valid) < budgets[..., None]) & valid)[
-        :, :, None
-    ]
+    slots.query_head_votes = lambda valid, budgets: (
+        (rank_of(scores, scoped & valid, valid) < budgets[..., None]) & valid
+    )[:, :, None]
     assert torch.equal(stay, selection.select(scores, scoped & free, free, left, slots) | slots.pinned)
 
 

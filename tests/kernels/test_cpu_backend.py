@@ -21,7 +21,8 @@ from locret_kernels.rotate import rotate_rows
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones import patches
 from locret_kit.backbones.decoder_attention import Rope
-from locret_kit.backbones.libraries import CACHE, Undo
+from locret_kit.backbones.libraries import CACHE
+from locret_kit.backbones.undo import Undo
 from locret_kit.cache.backend import CpuBackend
 from locret_kit.cache.storage.codec import Scratch
 from locret_kit.cache.storage.layouts import EqualRows

@@ -16,8 +16,9 @@ from locret_kit import BoundedCache, attach
 from locret_kit.backbones import patches
 from locret_kit.backbones.decoder_attention import LayerOperations
 from locret_kit.backbones.intercept import operations
-from locret_kit.backbones.libraries import CACHE, Undo
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.patches import ROTATION, fuse_layers
+from locret_kit.backbones.undo import Undo
 from locret_kit.heads import _side_by_side
 
 pytestmark = pytest.mark.usefixtures("poisoned")

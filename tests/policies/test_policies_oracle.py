@@ -441,7 +441,7 @@ def bare_slots(scores_HS: torch.Tensor, positions_HS: torch.Tensor, keep: int, s
     return Slots(
         layer=0, layers=1, keep=keep, stabilizers=0, chunk=8, since_eviction=8, seen=1000, positions=positions_HS.int()[None],
         valid=torch.ones(1, H, S, dtype=torch.bool), entry_scores=scores_HS[None], stats={}, seed=seed,
-        verdicts=lambda valid, budgets: (rank_of(scores_HS[None], ~valid, valid) < budgets[..., None])[:, :, None],
+        query_head_votes=lambda valid, budgets: (rank_of(scores_HS[None], ~valid, valid) < budgets[..., None])[:, :, None],
         keys=lambda: torch.randn(1, H, S, 3, generator=torch.Generator().manual_seed(seed)),
     )  # fmt: skip
 

@@ -69,11 +69,8 @@ def test_a_file_of_the_users_is_a_policy(tmp_path):
         policy.name, policy.score, source="VATP, arXiv 2406.12335"
     )
     assert spell(policy.score) == "my-vatp(power=2.0,most=None,flag=True,size=0.5,kind=b,where=x)"
-    assert [parse_policy(f"score=my-vatp(where={word})").score.where for word in ("nan", "7", "true")] == [
-        "nan",
-        "7",
-        "true",
-    ]
+    words = ["nan", "7", "true"]
+    assert [parse_policy(f"score=my-vatp(where={word})").score.where for word in words] == words
     assert parse_policy("my-vatp(most=3)").score.most == 3.0 and parse_policy("my-vatp(size=7)").score.size == 7
     assert parse_policy(f"score={spell(policy.score)}").score == policy.score
     assert any(text.split()[0] == "my-vatp" for text in describe_policies())
@@ -127,12 +124,7 @@ def test_a_broken_file_is_one_line_that_names_it(tmp_path, text, said):
 def test_the_command_runs_it(tmp_path, monkeypatch, capsys):
     """``locret-infer --plugin my_vatp.py --policy my-vatp``, and its error for a file that is not there."""
     model, path = str(save_tiny_backbone(tmp_path / "backbone")), written(tmp_path, "my-vatp")
-    command = [
-        "--model",
-        model,
-        *["--budget", "32", "--policy", "my-vatp(power=2)", "--report"],
-        str(tmp_path / "report.json"),
-    ]
+    command = f"--model {model} --budget 32 --policy my-vatp(power=2) --report {tmp_path / 'report.json'}".split()
     for plugin, status in ((path, 0), (path + "x.py", 1)):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
         assert main([*command, "--max-new-tokens", "3", "--plugin", plugin]) == status

@@ -36,7 +36,7 @@ def slots_of(scores, valid, seed: int = 0) -> Slots:
         layer=1, layers=3, keep=1, stabilizers=0, chunk=8, since_eviction=8, seen=3 * S,
         positions=positions.int().expand(B, H, S),
         valid=valid, entry_scores=scores, stats={}, seed=seed, lengths=valid.sum(-1).flatten().tolist(),
-        verdicts=lambda valid, budgets: (rank_of(scores, ~valid, valid) < budgets[..., None])[:, :, None],
+        query_head_votes=lambda valid, budgets: (rank_of(scores, ~valid, valid) < budgets[..., None])[:, :, None],
         keys=lambda: torch.randn(B, H, S, 3, generator=torch.Generator().manual_seed(seed)),
     )  # fmt: skip
 

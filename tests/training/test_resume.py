@@ -40,11 +40,11 @@ def random_losses(monkeypatch):
     monkeypatch.setattr(module, "cis_loss", weighed)
 
 
-def test_a_run_killed_at_six_random_moments_resumes_to_the_uninterrupted_curve(
+def test_a_run_killed_at_three_random_moments_resumes_to_the_uninterrupted_curve(
     backbone, random_losses, tmp_path, monkeypatch
 ):
-    """Four moments lie behind a step or two, two anywhere: while it loads, too. LOCRET_KILL_SEED chooses others."""
-    more = ["optim.steps=20", "optim.accumulate=2", "trainer.save_every=2", "trainer.val_every=5", "resume=auto"]
+    """Two moments lie behind a step or two, one anywhere: while it loads, too. LOCRET_KILL_SEED chooses others."""
+    more = ["optim.steps=10", "optim.accumulate=2", "trainer.save_every=2", "trainer.val_every=5", "resume=auto"]
     whole, part, seed = tmp_path / "whole", tmp_path / "part", os.environ.get("LOCRET_KILL_SEED", "0")
     assert status_of(start(lambda: main(arguments(backbone, whole, *more)), tmp_path / "whole.log")) == 0
     (heard, said), (waits, goes_on) = os.pipe(), os.pipe()
@@ -56,7 +56,7 @@ def test_a_run_killed_at_six_random_moments_resumes_to_the_uninterrupted_curve(
         os.read(waits, 1)
 
     monkeypatch.setattr(HeadTraining, "end_step", tell)
-    for steps in rng.sample([0] * 2 + [1] * 2 + [2] * 2, 6):
+    for steps in rng.sample([0, 1, 2], 3):
         seconds = rng.uniform(0, 0.15 if steps else 1.0)
         print(f"LOCRET_KILL_SEED={seed}: killed {seconds:.3f} s after {steps} steps")  # pytest shows it on failure
         child = start(lambda: main(arguments(backbone, part, *more)), tmp_path / "part.log")
@@ -76,7 +76,7 @@ def test_a_run_killed_at_six_random_moments_resumes_to_the_uninterrupted_curve(
     assert status_of(start(lambda: main(arguments(backbone, part, *more)), tmp_path / "part.log")) == 0
     assert "Traceback" not in (tmp_path / "part.log").read_text()
     same_run(whole, part)
-    assert [path.name for path in (part / "state").iterdir()] == ["step=20.ckpt"]
+    assert [path.name for path in (part / "state").iterdir()] == ["step=10.ckpt"]
 
 
 def test_a_kill_between_writing_and_renaming_loses_nothing(backbone, tmp_path, monkeypatch):
@@ -105,8 +105,7 @@ def test_a_kill_between_writing_and_renaming_loses_nothing(backbone, tmp_path, m
     same_run(whole, part)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_lets_the_step_finish_saves_and_prints_the_command(backbone, tmp_path, monkeypatch, number):
+def test_a_signal_lets_the_step_finish_saves_and_prints_the_command(backbone, tmp_path, monkeypatch):
     more = ["optim.steps=8", "optim.accumulate=2", "trainer.save_every=100", "trainer.val_every=3"]
     whole, part, log = tmp_path / "whole", tmp_path / "a part", tmp_path / "part.log"
     assert status_of(start(lambda: main(arguments(backbone, whole, *more)), tmp_path / "whole.log")) == 0
@@ -116,14 +115,14 @@ def test_a_signal_lets_the_step_finish_saves_and_prints_the_command(backbone, tm
     def interrupt(self, *args, **more):  # in the middle of a step, between two of its samples
         forwards.append(self.global_step)
         if forwards.count(4) == 2:
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGTERM)
         return observe(self, *args, **more)
 
     with monkeypatch.context() as patch:
         patch.setattr(HeadTraining, "observe", interrupt)
         assert status_of(start(lambda: main(arguments(backbone, part, *more)), log)) == 130
     text = log.read_text()
-    assert f"{number.name}: stopping after this step" in text and "stopped at step 5; state saved" in text
+    assert "SIGTERM: stopping after this step" in text and "stopped at step 5; state saved" in text
     assert "locret-train: stopped" not in text and "Traceback" not in text, "it is said once"
     (again,) = [line for line in text.splitlines() if line.startswith("  locret-train recipe=tiny")]
     again = shlex.split(again)

@@ -32,13 +32,8 @@ def test_spans_of_every_turn_with_end_token():
     assert TOK.decode(sample.ids[: sample.prompt_len]).endswith("why<|im_end|>\n<|im_start|>assistant\n")
 
 
-@pytest.mark.parametrize("answer", ["assistant", "<|im_start|>", "user\nwhy"])
-def test_answers_that_look_like_something_else(answer):
-    sample = encode_chat(TOK, chat(f"why {answer}", answer, answer, answer))
-    assert spans(TOK, sample) == [f"{answer}<|im_end|>"] * 2
-
-
-words = st.text(alphabet="ab1 .\né日", min_size=1, max_size=12).filter(str.strip)
+words = st.sampled_from(["assistant", "<|im_start|>", "user\nwhy", "42"])
+words |= st.text(alphabet="ab1 .\né日", min_size=1, max_size=12).filter(str.strip)
 
 
 @settings(max_examples=60)

@@ -47,8 +47,10 @@ def observed(module: HeadTraining, batches: list[list[Sample]]) -> tuple[torch.T
     return torch.stack(figures), [weight.grad for weight in module.heads.parameters() if weight.grad is not None]
 
 
-@pytest.mark.parametrize("kind", ["logit", "log_prob"])
-@pytest.mark.parametrize("family", [family for family in FAMILIES if not family.endswith("-window")])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama", "logit"), *((family, "log_prob") for family in FAMILIES if not family.endswith("-window"))],
+)
 def test_a_padded_batch_is_its_samples_one_by_one(family, kind):
     model = tiny_model(family)
     more = [f"target.kind={kind}", "target.lead=2", "loss.smoothing=0.05"]
@@ -105,14 +107,13 @@ def test_accumulated_samples_count_as_their_mean(backbone, tmp_path):
 
 def test_a_backbone_of_half_precision_follows_the_curve(backbone, tmp_path):
     """The heads stay in float32, so nothing has to be scaled against underflow."""
-    exact, *halves = (
+    exact, half = (
         train(backbone, tmp_path / dtype, "optim.steps=4", f"backbone.dtype={dtype}")
-        for dtype in ("float32", "bfloat16", "float16")
+        for dtype in ("float32", "bfloat16")
     )
-    for half, tolerance in zip(halves, (0.02, 0.005), strict=True):
-        assert exact["loss"] != half["loss"]
-        for tag in ("loss", "val/loss"):
-            assert list(half[tag].values()) == pytest.approx(list(exact[tag].values()), rel=tolerance)
+    assert exact["loss"] != half["loss"]
+    for tag in ("loss", "val/loss"):
+        assert list(half[tag].values()) == pytest.approx(list(exact[tag].values()), rel=0.02)
 
 
 SPREAD = {

@@ -56,7 +56,7 @@ def test_it_learns_and_exports(backbone, tmp_path):
 
 def test_the_same_seed_gives_the_same_curve_and_another_does_not(backbone, tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        assert train(backbone, tmp_path / name, "optim.steps=3", f"seed={seed}") == 0
+        assert train(backbone, tmp_path / name, "optim.steps=2", "trainer.val_every=2", f"seed={seed}") == 0
     assert curve(tmp_path / "a") == curve(tmp_path / "b") != curve(tmp_path / "c")
 
 

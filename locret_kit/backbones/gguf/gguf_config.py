@@ -263,7 +263,8 @@ def _biases(fields: ModelFields) -> ConfigFields:
 
 
 def _llama(fields: ModelFields) -> ConfigFields:
-    """Llama and what computes as it does: of Mistral's models the name alone tells them."""
+    """Llama and what computes as it does: of Mistral's models the name alone tells them. Every fourth layer of SmolLM3 has no
+    rotation, in transformers as in llama.cpp."""
     words = " ".join(str(fields.file.fields.get(f"general.{key}", "")) for key in ("basename", "name")).lower()
     if "mistral" in words or "ministral" in words:
         return {"model_type": "mistral", "sliding_window": None, **_rope(fields)}
@@ -272,10 +273,6 @@ def _llama(fields: ModelFields) -> ConfigFields:
 
 def _qwen3(fields: ModelFields) -> ConfigFields:
     return {"attention_bias": _biases(fields)["attention_bias"], **_rope(fields)}
-
-
-def _smollm3(fields: ModelFields) -> ConfigFields:
-    return {**_biases(fields), **_rope(fields)}  # every fourth layer has no rotation, here as in llama.cpp
 
 
 def _phi3(fields: ModelFields) -> ConfigFields:
@@ -302,6 +299,6 @@ def _gemma3(fields: ModelFields) -> ConfigFields:
 
 
 ARCHITECTURES: dict[str, Callable[[ModelFields], ConfigFields]] = {
-    "llama": _llama, "qwen2": _rope, "qwen3": _qwen3, "phi3": _phi3, "gemma3": _gemma3, "smollm3": _smollm3,
+    "llama": _llama, "qwen2": _rope, "qwen3": _qwen3, "phi3": _phi3, "gemma3": _gemma3, "smollm3": _llama,
 }  # fmt: skip
 """Architecture, as llama.cpp calls it -> its own fields."""

@@ -60,11 +60,6 @@ def packed_product(x: Tensor, weight: Tensor, form: str, bias: Tensor | None = N
     return out if bias is None else out + bias
 
 
-def unpacked_rows(rows: Tensor, form: str, dtype: torch.dtype) -> Tensor:
-    """Numbers ``[N, K]`` of packed rows, rounded to a type."""
-    return unpack(rows, form).to(dtype)
-
-
 class PackedLinear(nn.Module):
     """``nn.Linear`` with a packed matrix.
 
@@ -79,20 +74,9 @@ class PackedLinear(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
-    @property
-    def in_features(self) -> int:
-        return FORMATS[self.form].columns(self.weight.shape[1])
-
-    @property
-    def out_features(self) -> int:
-        return len(self.weight)
-
     def forward(self, x: Tensor) -> Tensor:
         """The product ``[..., N]`` of inputs ``[..., K]`` with the packed matrix."""
         return packed_product(x, self.weight, self.form, self.bias)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, form={self.form}"
 
 
 class PackedEmbedding(nn.Module):
@@ -111,11 +95,8 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Unpacked rows ``[..., K]`` of token ids of any shape."""
-        rows = unpacked_rows(self.weight[ids.flatten()], self.form, self.dtype).view(*ids.shape, -1)
+        rows = unpack(self.weight[ids.flatten()], self.form).to(self.dtype).view(*ids.shape, -1)
         return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=self.dtype, device=rows.device)
-
-    def extra_repr(self) -> str:
-        return f"{len(self.weight)}, form={self.form}"
 
 
 # ---- a model whose weights are a GGUF file's ----
@@ -200,7 +181,7 @@ def plain_model(file: GgufFile, config: PreTrainedConfig) -> PreTrainedModel:
     packed = model_of(file, config, torch.bfloat16)
     forms = {f"{path}.weight": str(module.form) for path, module in packed.named_modules() if hasattr(module, "form")}
     state = packed.state_dict()
-    state |= {name: unpacked_rows(state[name], form, torch.bfloat16) for name, form in forms.items()}
+    state |= {name: unpack(state[name], form).to(torch.bfloat16) for name, form in forms.items()}
     plain = copy(config)
     plain.eos_token_id = file.token_id("eos")
     del plain.gguf

@@ -5,7 +5,8 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..base import Odd, Positive, Slots, Weight, attention_of_each, of_recent_queries
+from ..attention import attention_of_each, of_recent_queries
+from ..base import Odd, Positive, Slots, Weight
 from ..registry import Adaptive, Window, part, register
 
 

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from ...backbones.decoder_attention import Softmax
-from ..base import Positive, Slots, Weight, attention_of_each, of_recent_queries, wide
+from ..attention import attention_of_each, of_recent_queries
+from ..base import Positive, Slots, Weight, wide
 from ..registry import Window, part, register
 
 

@@ -89,8 +89,8 @@ class Representatives(Selection):
     def _bits(self, scores_BHS: Tensor, valid_BHS: Tensor, own_BH: Tensor, slots: Slots) -> Tensor:
         """Bits ``[B, H, G, S]`` of every slot in the query heads of its head (``G`` is 1 where those agree)."""
         if self.bits == "kept":
-            assert slots.verdicts is not None  # by_query_head
-            return slots.verdicts(valid_BHS, own_BH)
+            assert slots.query_head_votes is not None  # by_query_head
+            return slots.query_head_votes(valid_BHS, own_BH)
         median_BH1 = scores_BHS.masked_fill(~valid_BHS, float("nan")).nanmedian(-1, keepdim=True).values
         return ((scores_BHS > median_BH1) & valid_BHS)[:, :, None]
 

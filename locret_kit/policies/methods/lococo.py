@@ -32,7 +32,7 @@ from ...backbones.spec import BackboneSpec
 from ...files import CONFIG, WEIGHTS, read_folder, read_folder_config, write_folder
 from ...naming import prefixed_errors
 from ...settings import made
-from ..base import Folded, Merge, Odd, Part, Positive, Score, Slots, rank_of
+from ..base import Merge, Merged, Odd, Part, Positive, Score, Slots, rank_of
 from ..registry import part
 
 FORMAT = "locret_kit.lococo.v1"
@@ -165,9 +165,9 @@ def pool_slots(slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS
     return torch.zeros_like(free_BHS).scatter_(-1, last_BHR, True) & free_BHS
 
 
-def fold_convolved(
+def merge_convolved(
     convolution: SlotConvolution, keys_SD: Tensor, values_SD: Tensor, pool_S: Tensor, stay_S: Tensor
-) -> Folded:
+) -> Merged:
     """Fold every evicted slot of one head into its pool, by the layer's convolution.
 
     Args:
@@ -176,11 +176,11 @@ def fold_convolved(
     """
     if stay_S.all() or not pool_S.any():
         none_R = stay_S.new_empty(0, dtype=torch.int64)
-        return Folded(none_R, keys_SD[none_R], values_SD[none_R])
+        return Merged(none_R, keys_SD[none_R], values_SD[none_R])
     slots_L = (pool_S | ~stay_S).nonzero().flatten()
     keys_LD, values_LD = keys_SD[slots_L], values_SD[slots_L]
     weights_RL = convolution(torch.cat((keys_LD, values_LD), -1), pool_S[slots_L].nonzero().flatten())
-    return Folded(pool_S.nonzero().flatten(), weights_RL @ keys_LD, weights_RL @ values_LD)
+    return Merged(pool_S.nonzero().flatten(), weights_RL @ keys_LD, weights_RL @ values_LD)
 
 
 @part("merge", "lococo")
@@ -190,7 +190,7 @@ class Lococo(Merge):
     pool: str
     """Folder of the trained pool."""
 
-    remembers: ClassVar[bool] = False
+    tracks_weight: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -207,10 +207,12 @@ class Lococo(Merge):
         for convolution, device in zip(self.weights.layers, devices, strict=True):
             convolution.to(device)
 
-    def facts(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
+    def slot_weights(
+        self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor
+    ) -> Tensor:
         """The pool of each head."""
         return pool_slots(slots, scores_BHS, protected_BHS, stay_BHS, self.weights.config.slots)
 
-    def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, facts_S: Tensor, stay_S: Tensor) -> Folded:
+    def merge(self, layer: int, keys_SD: Tensor, values_SD: Tensor, weights_S: Tensor, stay_S: Tensor) -> Merged:
         """One head's pool after folding the evicted slots into it."""
-        return fold_convolved(self.weights[layer], keys_SD, values_SD, facts_S, stay_S)
+        return merge_convolved(self.weights[layer], keys_SD, values_SD, weights_S, stay_S)

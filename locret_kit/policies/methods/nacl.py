@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...backbones.decoder_attention import rotated_text
 from .. import base
+from ..attention import recent_attention
 from ..registry import Sinks, part, register
 from .random import hashed
 
@@ -37,7 +38,7 @@ class ProxyAttention(base.Weight):
 
     def score_slots(self, slots: base.Slots) -> Tensor:
         """Scores ``[B, H, S]``: attention of the recent and of the first queries."""
-        scores_BHS = base.recent_attention(slots, self.recent(slots.chunk))
+        scores_BHS = recent_attention(slots, self.recent(slots.chunk))
         if not self.first:
             return scores_BHS
         given_BHN = self._given(slots)

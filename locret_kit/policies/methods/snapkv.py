@@ -3,7 +3,8 @@
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..base import Odd, Positive, Slots, Weight, recent_attention
+from ..attention import recent_attention
+from ..base import Odd, Positive, Slots, Weight
 from ..registry import Parts, Window, part, register
 
 

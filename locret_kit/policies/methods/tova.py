@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from ..base import Slots, Weight, recent_attention
+from ..attention import recent_attention
+from ..base import Slots, Weight
 from ..registry import part, register
 
 

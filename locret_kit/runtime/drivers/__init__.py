@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...backbones.libraries import forward, unwrapped
+from ...backbones.libraries import forward
+from ...backbones.wrapped import unwrapped
 from ...cache.batch import Packed
 from ...cache.bounded import BoundedCache
 from ...policies.registry import Registry
