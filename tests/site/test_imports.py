@@ -10,7 +10,7 @@ from import_graph import imports, modules
 
 FLOORS = (
     {"naming", "processes"},
-    {"files", "cis"},
+    {"files", "cis", "registry"},
     {"settings", "hub"},
     {"backbones", "text"},
     {"answers"},
