@@ -8,9 +8,10 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, MinLen
 
-from ..settings import Budget, RunSettings, Slots, check
+from ..settings import Budget, RunSettings, Slots
+from ..validation import validate_fields
 from .infer_options import Machine
-from .schema import Command, build, given_by
+from .schema import Command, assemble, given_by
 
 USAGE = """usage: locret-eval tasks=[...] out=FOLDER [key=value ...]
        locret-eval SUBCOMMAND [key=value ...]
@@ -111,7 +112,7 @@ class RowsConfig:
     """Requested prompt lengths in tokens."""
 
     def __post_init__(self) -> None:
-        check(self)
+        validate_fields(self)
 
 
 @dataclass(kw_only=True)
@@ -200,4 +201,4 @@ def load_eval_config(argv: list[str]) -> EvalConfig:
     Raises:
         ValueError: an unknown key, a value of a wrong type or out of bounds, or no ``tasks`` or ``out``.
     """
-    return build(EvalConfig, given_by(EVAL, argv))
+    return assemble(EvalConfig, given_by(EVAL, argv))

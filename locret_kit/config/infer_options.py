@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Interval
 
-from ..settings import Count, Description, RunSettings, Slots, Thoughts, check
+from ..settings import Count, RunSettings, Slots, Thoughts
+from ..validation import Description, validate_fields
 from .schema import Command, Repeatable
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ class BatchPrompt(Generation):
     seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0
 
     def __post_init__(self) -> None:
-        check(self)
+        validate_fields(self)
         asked = self.question if self.text is None else self.text
         forms = {"prompt": self.prompt, "text and question": asked, "messages": self.messages}
         given = [form for form, value in forms.items() if value is not None]

@@ -11,8 +11,9 @@ from importlib import resources
 from pathlib import Path
 
 from ..backbones.gguf import bare_name
+from ..files import read_yaml
 from ..naming import nearest, show
-from .schema import Command, UsageError, Values, build, given_by, read_yaml, refuse_gone, values_of
+from .schema import Command, UsageError, Values, assemble, given_by, refuse_gone, values_of
 from .train_options import TrainConfig
 
 _TRIED = """gates trains=end_to_end data.queries data.replay_chunk heads.form target.window target.values target.queries
@@ -104,7 +105,7 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
     from ..planning import fitting_settings as fitting
     from ..planning.inference_plan import BackboneSizes
 
-    cfg = build(TrainConfig, values)
+    cfg = assemble(TrainConfig, values)
     device = pick_device("cpu" if cfg.trainer.accelerator == "cpu" else None)
     on_card = device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory if on_card else machine_memory()
@@ -157,7 +158,7 @@ def load_config(argv: list[str]) -> TrainConfig:
     The recipe overrides the schema's defaults, and the other arguments override the recipe. Nothing is chosen for a
     device.
     """
-    return build(TrainConfig, with_recipe(given_by(TRAIN, argv)))
+    return assemble(TrainConfig, with_recipe(given_by(TRAIN, argv)))
 
 
 def known_recipes() -> list[str]:

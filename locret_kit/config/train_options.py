@@ -10,7 +10,8 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, Interval, MinLen, Predicate
 
 from ..backbones.gguf import is_gguf
-from ..settings import PUBLISHED, SMOOTH_L1, Bytes, Count, Description, RunSettings, Slots, is_positions
+from ..settings import PUBLISHED, SMOOTH_L1, Bytes, Count, PositionScheme, RunSettings, Slots
+from ..validation import Description
 from .infer_options import Dtype
 from .schema import Command
 
@@ -180,7 +181,7 @@ class InferConfig(RunSettings):
     """Newest slots that are never evicted during prefill (n_s). They are part of the budget."""
     local_len: Count = 100
     """Last prompt tokens that are never evicted."""
-    positions: Annotated[str, Predicate(is_positions)] = "compact"
+    positions: PositionScheme = "compact"
     """Positions for RoPE: 'compact' (a slot's rank in the cache), 'original' (its position in the text) or
     'clipped(SPAN)' (in between)."""
     policy: str | None = None

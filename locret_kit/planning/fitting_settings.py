@@ -20,7 +20,8 @@ from ..backbones.weights import check_weight_bits, weight_bits_of
 from ..cache.bounded import BoundedCache
 from ..naming import UNITS, show
 from ..policies import Policy
-from ..settings import RunSettings, check, checked
+from ..settings import RunSettings
+from ..validation import validate, validate_fields
 from .inference_plan import (
     ITEM_BYTES,
     BackboneSizes,
@@ -55,11 +56,11 @@ class TrainSetting:
     """Bits of a weight in the backbone's layers; None is ``dtype``."""
 
     def __post_init__(self) -> None:
-        check(self)
+        validate_fields(self)
         if self.answer >= self.tokens:
             raise ValueError(f"answer={self.answer} must be below tokens={self.tokens}")
         check_weight_bits(self.weight_bits)
-        checked("dtype", Dtype, self.dtype)
+        validate("dtype", Dtype, self.dtype)
 
     def __str__(self) -> str:
         samples = f"{self.batch} samples of " if self.batch > 1 else ""

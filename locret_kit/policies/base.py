@@ -31,7 +31,7 @@ from locret_kernels.sparse_attend import Blocks
 
 from ..backbones.decoder_attention import Linear, Rope, Softmax
 from ..backbones.spec import BackboneSpec
-from ..settings import Description, check
+from ..validation import Description, validate_fields
 
 # ---- inputs of the parts of a policy --------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class Part(Protocol):
 
     def __post_init__(self) -> None:
         assert is_dataclass(self)
-        check(self)
+        validate_fields(self)
 
 
 # ---- the parts of an eviction policy ----

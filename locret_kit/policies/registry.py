@@ -22,7 +22,7 @@ from torch import Tensor
 from ..cis import SmoothL1
 from ..naming import first_line, prefixed_errors
 from ..registry import Registry, load_installed
-from ..settings import annotations_of
+from ..validation import annotations_of
 from . import WHOLE, Policy, base, methods, rounded, rounded_on_device
 
 UNTRAINED = ("compactor", "snapkv")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..engine import BoundedCache, LentPages, Ranks
-from ..settings import made
+from ..validation import build
 from .refusals import refuse_engine
 from .server_settings import ServerSettings, VllmSettings
 
@@ -120,7 +120,7 @@ def server_of(vllm_config: VllmConfig) -> ServerSettings:
         raise ValueError(
             f"additional_config must hold the settings of {PROCESSOR}: {{{SECTION!r}: {{'budget': 4096}}}}"
         )
-    return ServerSettings(made(VllmSettings, section))
+    return ServerSettings(build(VllmSettings, section))
 
 
 def begin(vllm_config: VllmConfig, device: torch.device) -> Worker:
