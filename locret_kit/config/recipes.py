@@ -42,18 +42,6 @@ RETIRED = {
 """Words of ``locret-train`` that there were, and what does their work: by key, section, or ``key=value``."""
 
 
-TRAIN_USAGE = """usage: locret-train recipe=NAME [key=value ...]
-       locret-train model=NAME [key=value ...]
-
-  locret-train recipe=smollm2-135m optim.steps=200 out=runs/mine
-  locret-train recipe=phi3-mini data.sources=[path/to/records.jsonl]
-  locret-train model=Qwen/Qwen3-4B out=runs/qwen3-4b
-
-model=NAME is backbone.model=NAME; without a recipe it takes recipe=auto, which chooses width, length and batch for the device.
-Keys that are not given are the recipe's, then the defaults. An unknown key or recipe is an error that names the nearest;
---help all lists the keys."""
-
-
 AUTO = "auto"
 """The recipe of a model that is named without one."""
 CHOSEN = ("heads.d_hidden", "data.max_tokens", "data.batch")
@@ -144,7 +132,7 @@ MAIN = "backbone.model out data.sources data.max_tokens heads.d_hidden optim.ste
 TRAIN = Command(
     "locret-train",
     TrainConfig,
-    TRAIN_USAGE,
+    "recipe=NAME [key=value ...]\n       locret-train model=NAME [key=value ...]",
     ("recipe", *MAIN.split()),
     aliases={"model": "backbone.model"},
     gone=RETIRED,

@@ -45,8 +45,9 @@ class Command(Generic[T]):
 
     name: str
     schema: type[T]
-    usage: str
-    """Usage and examples, for ``--help``."""
+    """Its docstring is the description and the examples of ``--help``."""
+    synopsis: str = "[--key value | key=value ...]"
+    """Arguments, for the line of the usage."""
     main: tuple[str, ...] = ()
     """Options that ``--help`` shows, in order, at most ten; () shows all."""
     notes: str = ""
@@ -61,6 +62,11 @@ class Command(Generic[T]):
     """Removed options, sections and values (``name=value``), and their replacements."""
     complete: Callable[[Values], Values] = dict
     """Function that completes the given values before the options are built."""
+
+    @property
+    def usage(self) -> str:
+        """Usage, description and examples."""
+        return f"usage: {self.name} {self.synopsis}\n\n{inspect.cleandoc(self.schema.__doc__ or '')}"
 
 
 @dataclass(frozen=True)
@@ -100,14 +106,9 @@ class Option:
     @property
     def ending(self) -> str:
         """What follows the help: the default of a number, a text or a list."""
-        value = f"[{','.join(map(str, self.default))}]" if isinstance(self.default, list) else self.default
-        return (
-            " Required."
-            if value is MISSING
-            else ""
-            if self.is_switch or value in (None, "[]")
-            else f" (default: {value})"
-        )
+        if self.default is MISSING:
+            return " (required)"
+        return "" if self.is_switch or self.default in (None, []) else f" (default: {self.default})".replace("'", "")
 
     def read(self, value: object, where: str = "") -> object:
         """A valid value from a text, or from a value of YAML.
@@ -115,9 +116,7 @@ class Option:
         Raises:
             ValueError: a wrong type or out of bounds; ``where`` follows the name in the message.
         """
-        if isinstance(value, str | int | float) and not isinstance(
-            value, bool
-        ):  # of YAML 1e-4 is a text, a name may be a number
+        if type(value) in (str, int, float):  # in YAML 1e-4 is a text, and a name may be a number
             value = typed(self.annotation, str(value))
         try:
             return validate(self.name, self.annotation, value)
@@ -194,7 +193,7 @@ def help_of(command: Command[T], *, everything: bool = False) -> str:
     """Usage, examples, and the main options with the first sentence of their help; or every option, in groups."""
     known, column = options_of(command.schema), 6 if everything else 26
     main, width = command.main or tuple(known), max(60, min(shutil.get_terminal_size().columns, 120))
-    lines = [command.usage.strip(), *(["", command.notes.strip()] if everything and command.notes else [])]
+    lines = [command.usage, *(["", command.notes] if everything and command.notes else [])]
     for title, options in groups_of(command) if everything else [("", [known[name] for name in main])]:
         lines += ["", textwrap.fill(f"{title}:", width)] if title else [""]
         for option in options:

@@ -194,7 +194,17 @@ class InferConfig(RunSettings):
 
 @dataclass(kw_only=True)
 class TrainConfig:
-    """Options of a training run."""
+    """Train retaining heads, or a pool, on a frozen backbone.
+
+    Examples:
+      locret-train recipe=smollm2-135m optim.steps=200 out=runs/mine
+      locret-train recipe=phi3-mini data.sources=[path/to/records.jsonl]
+      locret-train model=Qwen/Qwen3-4B out=runs/qwen3-4b
+
+    model=NAME is backbone.model=NAME; without a recipe it takes recipe=auto, which chooses width, length and batch for the
+    device. Keys that are not given are the recipe's, then the defaults. An unknown key or recipe is an error that names the
+    nearest; --help all lists the keys.
+    """
 
     recipe: str
     """Recipe: its name, or the path of its YAML file."""
@@ -283,16 +293,13 @@ class TrainConfig:
         return next((f"{name}={value}" for name, value in acting.items() if value is not None), None)
 
 
-PUBLISH_USAGE = """usage: locret-publish HEADS USER/NAME [--key value | key=value ...]
-
-Put retaining heads on the Hugging Face Hub, with card, curves and results.
-
-  locret-publish runs/mine/heads user/name --dry-run"""
-
-
 @dataclass(frozen=True, kw_only=True)
 class PublishOptions:
-    """Heads to publish, and their names on the Hub."""
+    """Put retaining heads on the Hugging Face Hub, with card, curves and results.
+
+    Examples:
+      locret-publish runs/mine/heads user/name --dry-run
+    """
 
     ckpt: str
     """Retaining heads: a folder or a .pt file; a .bin needs --base-model."""
@@ -312,4 +319,6 @@ class PublishOptions:
     """Licence of the heads. Default: from the model card next to the heads, or apache-2.0."""
 
 
-PUBLISH = Command("locret-publish", PublishOptions, PUBLISH_USAGE, positional=("ckpt", "repo"))
+PUBLISH = Command(
+    "locret-publish", PublishOptions, "HEADS USER/NAME [--key value | key=value ...]", positional=("ckpt", "repo")
+)
