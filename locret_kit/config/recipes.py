@@ -105,18 +105,18 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
     longest = min(longest, getattr(config, "max_position_embeddings", longest))
     setting = fitting.TrainSetting(longest, dtype=dtype, d_hidden=width, weight_bits=cfg.backbone.weight_bits)
     tokens = cfg.data.max_tokens if "data.max_tokens" in values else None
-    batch, samples = cfg.data.batch if "data.batch" in values else None, cfg.optim.accumulate
+    batch = cfg.data.batch if "data.batch" in values else None
     step = fitting.choose_step(
-        backbone, setting, memory - fitting.RESERVE, tokens=tokens, batch=batch, max_tokens=longest, samples=samples
+        backbone, setting, memory - fitting.RESERVE, tokens=tokens, batch=batch, samples=cfg.optim.accumulate
     )
     chosen: Values = dict(zip(CHOSEN, (width, step.tokens, step.batch), strict=True))
     words = " ".join(f"{name}={chosen[name]}" for name in names)
     where = torch.cuda.get_device_name(device) if on_card else "this CPU"
-    size = f"{backbone.parameters / 1e9:.2f}e9 parameters, {dtype}"
-    peak = show(fitting.plan_training(backbone, step).peak)
     print(
-        f"{cfg.backbone.model} ({size}) on {where} ({show(memory)}): chose {words}; a step is planned at {peak}", file=sys.stderr
-    )  # fmt: skip
+        f"{cfg.backbone.model} ({backbone.parameters / 1e9:.2f}e9 parameters, {dtype}) on {where} ({show(memory)}): chose "
+        f"{words}; a step is planned at {show(fitting.plan_training(backbone, step).peak)}",
+        file=sys.stderr,
+    )
     return {name: chosen[name] for name in names}
 
 
