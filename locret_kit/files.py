@@ -1,4 +1,4 @@
-"""Files: atomic writes, folders of weights, JSON, UTF-8, locks.
+"""Files: atomic writes, folders of weights, JSON, YAML, UTF-8, locks.
 
 Every write goes beside its target and is renamed, so a full disk or a kill leaves the previous file whole.
 """
@@ -176,6 +176,41 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _no_number(word: str) -> NoReturn:
     raise ValueError(f"{word} is no number")
+
+
+def read_yaml(path: Path, source: str) -> dict[str, object]:
+    """Read a YAML file of ``name: value``.
+
+    Raises:
+        ValueError: it cannot be read, is no YAML or holds something else; the message begins with ``source``.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Refuses duplicate keys and aliases."""
+
+        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.YAMLError("aliases are not read")
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+            names = [key.value for key, _ in node.value if isinstance(key.value, str)]
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise yaml.YAMLError(f"{twice[0]} occurs twice")
+            return super().construct_mapping(node, deep)
+
+    try:
+        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except OSError as error:
+        raise ValueError(f"{source} cannot be read: {error.strerror}") from error
+    except RecursionError:
+        raise ValueError(f"{source} is not valid YAML: it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an integer of thousands of digits, wrong UTF-8
+        raise ValueError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{source} must hold sections of key: value")
+    return loaded
 
 
 def read_utf8(stream: BinaryIO, block: int = 1 << 16, first: bytes = b"") -> Iterator[str]:

@@ -25,8 +25,9 @@ from .backbones.spec import AttentionLayer, BackboneSpec, spec_of
 from .backbones.weights import fingerprint
 from .files import CONFIG, HASH, WEIGHTS, as_object, read_folder, read_json, read_weights, write_beside, write_folder
 from .naming import prefixed_errors
-from .settings import Description, RunSettings, annotations_of, check, checked, made
+from .settings import RunSettings
 from .shipped import heads_folder
+from .validation import Description, annotations_of, build, validate, validate_fields
 
 FORMAT = "locret_kit.heads.v1"
 PUBLISHED: dict[str, tuple[str, dict[str, object]]] = {
@@ -169,7 +170,7 @@ class HeadsConfig:
     """Settings used when the caller gives none: fields of ``RunSettings``, and ``policy``."""
 
     def __post_init__(self) -> None:
-        check(self)
+        validate_fields(self)
         if self.sizes is not None and (len(self.sizes) != self.n_layers or any(len(one) != 4 for one in self.sizes)):
             raise ValueError(
                 f"sizes: {len(self.sizes)} must be {self.n_layers} lists of four numbers, one for each layer"
@@ -179,14 +180,14 @@ class HeadsConfig:
             if name not in known:
                 raise ValueError(f"inference.{name} is unknown; there are: {', '.join(known)}")
             if value is not None:
-                checked(f"inference.{name}", known[name], value)
+                validate(f"inference.{name}", known[name], value)
 
     @classmethod
     def for_backbone(cls, spec: BackboneSpec, backbone: str, d_hidden: int, **rest: object) -> HeadsConfig:
         """The configuration of heads of width ``d_hidden`` for a backbone."""
         dimensions = {name: getattr(spec, name) for name in (*DIMENSIONS, "activation")}
         sizes = sizes_of(spec)
-        return made(cls, {"backbone": backbone, "d_hidden": d_hidden, **dimensions, "sizes": sizes, **rest})
+        return build(cls, {"backbone": backbone, "d_hidden": d_hidden, **dimensions, "sizes": sizes, **rest})
 
     @property
     def layers(self) -> list[AttentionLayer]:
@@ -365,7 +366,7 @@ def _config_of(stored: Stored, backbone: str | None) -> HeadsConfig:
                 f"form={form} was tried and lost to the paper's MLP; commit 4ec06cb is the last that reads it"
             )
         own = {name: value for name, value in raw.items() if name not in ("format", "form", HASH)}
-        return made(HeadsConfig, own, "field")
+        return build(HeadsConfig, own, "field")
 
 
 def _build(config: HeadsConfig, stored: Stored) -> RetainingHeads:

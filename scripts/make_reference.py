@@ -20,10 +20,11 @@ from locret_kit.__main__ import COMMANDS as LISTED
 from locret_kit.config import recipes as recipe_files
 from locret_kit.config.eval_options import EVAL, FIGURE, PAIRED, REPORT, TABLE
 from locret_kit.config.infer_options import ASK, CHAT, INFER, INFO, KEPT, READ, BatchPrompt
-from locret_kit.config.schema import COMMON_OPTIONS, REQUIRED, Command, Repeatable, docstrings, groups_of
+from locret_kit.config.schema import COMMON_OPTIONS, Command, Repeatable, docstrings, groups_of
 from locret_kit.config.serve_options import PLAN, SERVE, VLLM
 from locret_kit.config.train_options import PUBLISH
-from locret_kit.settings import PUBLISHED, RunSettings, allowed, annotations_of, choices, metadata_of
+from locret_kit.settings import PUBLISHED, RunSettings
+from locret_kit.validation import annotations_of, choices, metadata_of, type_words
 
 COMMANDS: tuple[Command, ...] = (
     INFER, READ, ASK, CHAT, KEPT, INFO, SERVE, VLLM, EVAL, PLAN, recipe_files.TRAIN, PUBLISH,
@@ -112,7 +113,7 @@ def prose(doc: str) -> str:
 
 def shown(default: object) -> str:
     """A default in a table."""
-    if default is REQUIRED or default is MISSING:
+    if default is MISSING:
         return "required"
     if isinstance(default, bool):
         return "yes" if default else "no"
@@ -130,7 +131,7 @@ def type_of(annotation: object) -> str:
         return "a size, such as 24GiB"
     if any(isinstance(item, Repeatable) for item in metadata):
         return "a text; may be given several times"
-    return re.sub(r" (and at most 2147483647|and below 2147483648|\(at most 2147483647\))", "", allowed(annotation))
+    return re.sub(r" (and at most 2147483647|and below 2147483648|\(at most 2147483647\))", "", type_words(annotation))
 
 
 def fields_table(schema: type) -> str:
@@ -166,11 +167,11 @@ def options(command: Command) -> Iterator[str]:
     """The options of a command, in the groups of its help."""
     for title, known in groups_of(command):
         rows = []
-        for name, option in known.items():
+        for option in known:
+            name = option.name
             flag = name if command is recipe_files.TRAIN else f"--{name.replace('_', '-')}"
             bare = f"`{name.upper()}` or " if name in command.positional else ""
-            said = docstrings(option.owner).get(option.field, "")
-            rows.append((f"{bare}`{flag}`", type_of(option.annotation), shown(option.default), plain(said)))
+            rows.append((f"{bare}`{flag}`", type_of(option.annotation), shown(option.default), plain(option.help)))
         yield f"**{title}**"
         yield table(("option", "value", "default", "meaning"), rows)
 

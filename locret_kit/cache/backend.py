@@ -22,7 +22,7 @@ from locret_kernels.sparse_attend import Blocks
 
 from ..backbones.decoder_attention import LayerOperations, Linear, Softmax, rotate_lean
 from ..backbones.patches import product
-from ..policies.registry import Registry
+from ..registry import Registry
 from .attend import ChunkAttention, attend_rows, attend_window, chunk_attention, steady_attention, varlen_operator
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..files import LaterVersion, as_object, parse_json, pointer_note, write_beside
 from ..naming import first_line
-from ..settings import shown
+from ..validation import display
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,7 +138,7 @@ def _record(path: Path, header: dict[str, object]) -> Record:
     version = record.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
         kind = LaterVersion if type(version) is int and version > VERSION else ValueError
-        raise kind(f"{path} has version={shown(version)}; this locret_kit reads versions 1 to {VERSION}")
+        raise kind(f"{path} has version={display(version)}; this locret_kit reads versions 1 to {VERSION}")
     return record
 
 

@@ -30,7 +30,8 @@ from ..naming import first_line, prefixed_errors
 from ..policies import Policy
 from ..policies.grammar import parse_policy, parts_of
 from ..policies.registry import parts_named
-from ..settings import Count, Resolved, check, checked, made, shown
+from ..settings import Count, Resolved
+from ..validation import build, display, validate, validate_fields
 from . import file
 from .bounded import BoundedCache
 from .context import CacheCounters, Context
@@ -82,20 +83,20 @@ class Saved:
 
     def __post_init__(self) -> None:
         # Anybody may have written the file: every field is checked before one is used.
-        check(self)
+        validate_fields(self)
         with prefixed_errors("created", ValueError):
             time.strptime(self.created, CREATED)
         if len(self.pins) > MOST_PINS or any(len(pin) != 2 for pin in self.pins):
             raise ValueError(f"pins: {len(self.pins)} ranges must be pairs of start and end, at most {MOST_PINS}")
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={shown(self.dtype)} must be one of: {', '.join(DTYPES)}")
+            raise ValueError(f"dtype={display(self.dtype)} must be one of: {', '.join(DTYPES)}")
 
     @property
     def resolved(self) -> Resolved:
         """The run settings; the backend is chosen anew."""
         own = {name: value for name, value in self.settings.items() if name != "store_bits"}
         with prefixed_errors("settings", ValueError):
-            return replace(made(Resolved, own, whole=True), backend=None)
+            return replace(build(Resolved, own, whole=True), backend=None)
 
 
 # ---- a cache filled with the tensors of a file, whose digest is right -----------------------------------------------
@@ -120,7 +121,7 @@ def fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where
     if len(seen) != 1:
         raise ValueError("layers have seen different numbers of tokens")
     with prefixed_errors("counters", ValueError):
-        check(counters := made(CacheCounters, saved.counters, "counter", whole=True))
+        validate_fields(counters := build(CacheCounters, saved.counters, "counter", whole=True))
     # Tensors by layer: "layers.3.keys" is held[3]["keys"]. A number of many digits is no layer.
     held: list[dict[str, Tensor]] = [{} for _ in saved.layers]
     for name, tensor in tensors.items():
@@ -196,8 +197,8 @@ def _check_counts(rows: BoundedLayer, counts: Mapping[str, float], keeps_everyth
     """Raise ValueError for counts that no such layer has."""
     for name in (*rows.counts(), *counts):
         if name not in rows.counts():
-            raise ValueError(f"{shown(name)}: no such count")
-        checked(name, Scaling if name == "scaling" else Count, counts.get(name))
+            raise ValueError(f"{display(name)}: no such count")
+        validate(name, Scaling if name == "scaling" else Count, counts.get(name))
     seen = int(counts["seen"])
     most = {"rows": seen if keeps_everything else min(seen, rows.capacity), "since_eviction": seen, "evictions": seen}
     for name, limit in most.items():
@@ -239,10 +240,10 @@ def _check_tensors(tensors: Mapping[str, Tensor], expected: Expected) -> None:
     for name in sorted(tensors.keys() | expected.keys()):
         tensor, (kinds, shape) = tensors.get(name), expected.get(name, ((), ()))
         if tensor is None or not kinds:
-            raise ValueError(f"{shown(name)}: {'missing' if tensor is None else 'no such tensor'}")
+            raise ValueError(f"{display(name)}: {'missing' if tensor is None else 'no such tensor'}")
         if tensor.dtype not in kinds or tuple(tensor.shape) != shape:
             there = f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise ValueError(f"{shown(name)}: {there} in the file, must be {kinds[0]} {shape}")
+            raise ValueError(f"{display(name)}: {there} in the file, must be {kinds[0]} {shape}")
 
 
 def _check_indices(rows: BoundedLayer, held: Mapping[str, Tensor]) -> None:
@@ -254,7 +255,9 @@ def _check_indices(rows: BoundedLayer, held: Mapping[str, Tensor]) -> None:
     if lengths is not None:  # heads may differ, their sum may not
         total = len(lengths) * rows.rows
         if not ((lengths >= 0) & (lengths <= total)).all() or lengths.sum() != total:
-            raise ValueError(f"lengths={shown(lengths.tolist())} must be at least 0 and make {rows.rows} rows per head")
+            raise ValueError(
+                f"lengths={display(lengths.tolist())} must be at least 0 and make {rows.rows} rows per head"
+            )
     rows.codec.check(held)
 
 
@@ -368,7 +371,7 @@ class CacheFile:
     @staticmethod
     def _saved(record: file.Record, path: str | Path) -> Saved:
         with prefixed_errors(str(path), ValueError, TypeError):
-            return made(Saved, record, "field", whole=True)
+            return build(Saved, record, "field", whole=True)
 
     @staticmethod
     def origin(model: PreTrainedModel, heads: RetainingHeads | None) -> Origin:
@@ -494,12 +497,12 @@ def _policy(saved: Saved, given: str | Policy | None) -> Policy:
     pools = {name for name, kind in parts_named("merge").items() if hasattr(kind, "weights")}
     if given is None and (saved.pool is not None or pools.intersection(re.findall(r"[\w-]+", saved.policy))):
         raise ValueError(
-            f"policy={shown(saved.policy)} has its pool in a folder of the machine that wrote the file: pass policy="
+            f"policy={display(saved.policy)} has its pool in a folder of the machine that wrote the file: pass policy="
         )
     policy = parse_policy(given or saved.policy)
     if given is None and getattr(policy.sparse, "patterns", None) is not None:
         raise ValueError(
-            f"policy={shown(saved.policy)} has its patterns in a file of the machine that wrote it: pass policy="
+            f"policy={display(saved.policy)} has its patterns in a file of the machine that wrote it: pass policy="
         )
     return policy
 

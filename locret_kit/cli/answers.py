@@ -25,9 +25,9 @@ from ..runtime.report import versions, weights_hash
 from ..runtime.sequence import Request, Sequence
 from ..runtime.session import Answer
 from ..runtime.thoughts import Thought
-from ..settings import made
 from ..text.template import has_template, render_messages
 from ..text.tokens import answer_text, stream_ids
+from ..validation import build
 from . import loading
 from .command import check_question, progress, title_of, write_answer
 
@@ -175,7 +175,7 @@ def read_line(args: InferOptions, data: object) -> BatchPrompt:
         raise data
     if not isinstance(data, Mapping):
         raise ValueError('a prompt must be an object, such as {"prompt": "..."}')
-    prompt = made(BatchPrompt, {name: getattr(args, name) for name in SHARED} | dict(data), "field")
+    prompt = build(BatchPrompt, {name: getattr(args, name) for name in SHARED} | dict(data), "field")
     if not prompt.temperature and (idle := {"top_k", "top_p"} & data.keys()):
         raise ValueError(f"{min(idle)} has no effect at temperature 0, which is greedy")
     return prompt

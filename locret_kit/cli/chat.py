@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,10 +47,8 @@ class Screen:
         OSError: the history file cannot be written.
     """
 
-    status = 0
-    """Exit status: 1 after an error in pipes."""
-
     def __init__(self, history_file: str | None = None) -> None:
+        self.status = 0  # of the command: 1 after an error in pipes
         self._pressed = False
         self._editor: PromptSession[str] | None = None
         if sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty()):
@@ -103,10 +101,6 @@ class Screen:
                 raise
             raise Stopped from None
 
-    def _check(self) -> None:
-        if self._pressed:
-            raise Stopped
-
     def progress(self, patience_s: float = 0) -> Callable[[int, int], None]:
         """A progress function for prefill: a line on stderr after ``patience_s`` seconds. It also checks for Ctrl-C."""
         show, began = progress("read"), time.monotonic()
@@ -116,7 +110,7 @@ class Screen:
                 show(done, total)
             if self._pressed:
                 self.note("")  # ends the line
-            self._check()
+                raise Stopped
 
         return step
 
@@ -128,7 +122,8 @@ class Screen:
                 for piece in folded(pieces):
                     to_stdout(piece)
                     last = piece[-1:] or last
-                    self._check()
+                    if self._pressed:
+                        raise Stopped
         finally:
             to_stdout("" if last == "\n" else "\n")
 
@@ -191,36 +186,38 @@ GONE = {
 """Removed commands, and their replacements."""
 
 
+@dataclass
 class Talk:
     """A conversation and its commands, about no document yet."""
 
-    def __init__(
-        self,
-        args: ChatOptions,
-        chosen: ModelChoice,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        generation: dict[str, Any],
-        screen: Screen,
-    ) -> None:
+    args: ChatOptions
+    chosen: ModelChoice
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    generation: dict[str, Any]
+    screen: Screen
+    document: Document | None = None
+    asked: str = ""
+    """The last message."""
+    turns: int = 0
+    """How many turns were before it."""
+
+    def __post_init__(self) -> None:
         from ..documents.conversation import Chat
 
-        self.args, self.chosen, self.model, self.tokenizer, self.screen = args, chosen, model, tokenizer, screen
-        self._generation = {**generation, "thoughts": args.thoughts}
-        self._asked, self._turns = "", 0  # the last message, and how many turns were before it
-        self._written: set[Path] = set()
-        self.document: Document | None = None
+        self.generation = {**self.generation, "thoughts": self.args.thoughts}
+        self.written = set[Path]()
         self.chat = Chat(
-            model, tokenizer, settings=replace(args.run, budget=args.history), policy=chosen.policy, heads=chosen.heads,
-            system=args.system, **self._generation,
+            self.model, self.tokenizer, settings=replace(self.args.run, budget=self.args.history),
+            policy=self.chosen.policy, heads=self.chosen.heads, system=self.args.system, **self.generation,
         )  # fmt: skip
 
     def begin(self, document: Document) -> None:
         """Talk about a document, from its first turn on."""
         document.prepare()
         args, cache = self.args, document.cache
-        self.chat = document.chat(args.history, **self._generation)
-        self.document, self._asked, self._turns = document, "", 0
+        self.chat = document.chat(args.history, **self.generation)
+        self.document, self.asked, self.turns = document, "", 0
         if args.system:
             self.screen.note("the system prompt is left out: a document's conversation has the template's")
         sizes = f"{document.tokens} tokens, {cache.settings.budget} slots, {cache.nbytes / 2**20:.1f} MiB"
@@ -257,21 +254,19 @@ class Talk:
         if name not in COMMANDS:
             near = nearest(f"/{name}", [f"/{known}" for known in COMMANDS])
             raise ValueError(f"unknown command '/{name}'.{near or ' /help lists them; // begins a message with /'}")
-        takes = COMMANDS[name][0]
-        if words and not takes:
+        argument = COMMANDS[name][0]
+        if words and not argument:
             raise ValueError(f"/{name} takes no arguments, not {words!r}")
-        if not words and takes == "FILE":
+        if argument and not words:
             raise ValueError(f"/{name} needs a file: /{name} FILE")
-        if name == "quit":
-            return False
-        method = getattr(self, name)
-        method(words) if takes else method()
-        return True
+        if name != "quit":
+            getattr(self, name)(*filter(None, [words]))
+        return name != "quit"
 
     # ---- answers ---------------------------------------------------------------------------------------------------
 
     def _ask(self, question: str) -> None:
-        self._asked, self._turns = question, len(self.chat.turns)
+        self.asked, self.turns = question, len(self.chat.turns)
         self._stream(self.chat.say(question, self.screen.progress(PATIENCE_S)))
 
     def _stream(self, pieces: Generator[str, None, None]) -> None:
@@ -283,15 +278,13 @@ class Talk:
                 self.screen.note(line)
 
     def retry(self) -> None:
-        if not self._asked:
+        if not self.asked:
             raise ValueError("no question has been asked yet")
         if self.args.temperature == 0:
             self.screen.note("at temperature 0 the answer is the same each time: try --temperature 0.7")
-        again = self.screen.progress(PATIENCE_S)
-        if len(self.chat.turns) > self._turns:
-            self._stream(self.chat.retry(again))
-        else:  # it was stopped before its first word, or undone
-            self._stream(self.chat.say(self._asked, again))
+        progress = self.screen.progress(PATIENCE_S)
+        undone = len(self.chat.turns) == self.turns  # or stopped before its first word
+        self._stream(self.chat.say(self.asked, progress) if undone else self.chat.retry(progress))
 
     def thought(self) -> None:
         if not self.chat.turns or not self.chat.turns[-1].thought:
@@ -331,7 +324,7 @@ class Talk:
         path = Path(file).expanduser()
         if path.suffix not in (SAVED, ".md"):
             raise ValueError(f"/save needs a file that ends in {SAVED} or .md")
-        check_target(path, "file", replace=path.resolve() in self._written)
+        check_target(path, "file", replace=path.resolve() in self.written)
         if path.suffix == SAVED:
             if self.document is None:
                 raise ValueError("there is no document to save: /read one, or save the conversation as .md")
@@ -340,11 +333,11 @@ class Talk:
             if not self.chat.turns:
                 raise ValueError("the conversation is empty")
             write_text(path, self._markdown())
-        self._written.add(path.resolve())
+        self.written.add(path.resolve())
         self.screen.note(f"saved: {path}, {path.stat().st_size / 2**10:.1f} KiB")
 
     def help(self) -> None:
-        lines = [f"/{name} {words}".rstrip() + f"\n    {meaning}" for name, (words, meaning) in COMMANDS.items()]
+        lines = [f"/{name} {argument}".rstrip() + f"\n    {meaning}" for name, (argument, meaning) in COMMANDS.items()]
         keys = "Enter sends; Alt-Enter, or a backslash at the end, begins another line; Ctrl-C stops an answer."
         self.screen.note("\n".join((*lines, keys, "// begins a message with /.")))
 

@@ -26,10 +26,11 @@ from ..files import read_utf8
 from ..hub import OneRetryLine
 from ..naming import first_line, install_line, prefixed_errors
 from ..processes import choose_threads
-from ..settings import RunSettings, annotations_of, choices
+from ..settings import RunSettings
 from ..text.converters import ENCODED, LIMIT, is_encoded
 from ..text.folder import read_folder
 from ..text.reader import convert, is_converted
+from ..validation import annotations_of, choices
 
 P = ParamSpec("P")
 _RETRIES = OneRetryLine()

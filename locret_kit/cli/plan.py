@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,24 +37,22 @@ def resolve(name: str) -> tuple[PretrainedConfig, Values]:
 
     from ..backbones.load import load_config, resolve_model
 
-    stem, recipe = name, Values()
+    stem, values = name, Values()
     if name in known_recipes() or name.endswith((".yaml", ".yml")):
-        read = read_recipe(name)
-        stem, recipe = read.name, read.values
-        name = str(recipe.get("backbone.model") or "")
-        if not name:
+        stem, values = (recipe := read_recipe(name)).name, recipe.values
+        if not (name := str(values.get("backbone.model") or "")):
             raise ValueError(f"model={stem}: this recipe names no backbone; give a folder or a Hub id")
     shipped = shipped_configs()
     for key, raw in shipped.items():
         if key == stem or raw["_name_or_path"] == name:
             raw = {k: v for k, v in raw.items() if k != "_name_or_path"}
-            return AutoConfig.for_model(str(raw.pop("model_type")), **raw), recipe
+            return AutoConfig.for_model(str(raw.pop("model_type")), **raw), values
     known = [*known_recipes(), *(str(raw["_name_or_path"]) for raw in shipped.values())]
     path = resolve_model(name)
     if "/" not in name and not Path(path).exists():
         raise ValueError(f"model={name!r} is neither a recipe nor a folder.{nearest(name, known)}")
     try:
-        return load_config(name), recipe
+        return load_config(name), values
     except FileNotFoundError as error:
         raise ValueError(f"{error}{nearest(name, known)}") from error
 
@@ -67,8 +66,7 @@ def shipped_configs() -> dict[str, dict[str, object]]:
 def run(args: PlanOptions) -> int:
     """Print the plan; returns 0 if it fits. Otherwise raises ValueError with the budget and chunk that would fit."""
     from ..backbones.weights import gguf_types, suffix
-    from ..planning import fitting_settings as fitting
-    from ..planning.inference_plan import BackboneSizes, Caches, Setting, decoding_bytes, full_cache_bytes
+    from ..planning.inference_plan import BackboneSizes, Setting
     from ..policies.grammar import parse_policy
 
     if args.ranks > 1 and args.engine != "vllm":
@@ -77,53 +75,65 @@ def run(args: PlanOptions) -> int:
     if cap <= 0:
         raise ValueError(f"gpu_memory={args.gpu_memory} must be above reserve={args.reserve}")
     config, recipe = resolve(args.model)
-    policy, types = parse_policy(args.policy), gguf_types(config)
-    if types and args.weight_bits is not None:
-        raise ValueError(f"weight_bits={args.weight_bits} cannot be combined with the packed weights of {args.model!r}")
+    types, bits = gguf_types(config), args.weight_bits
+    if types and bits is not None:
+        raise ValueError(f"weight_bits={bits} cannot be combined with the packed weights of {args.model!r}")
     backbone = BackboneSizes.of(config)
-    d_hidden, bits = _given(args.d_hidden, recipe, "heads.d_hidden", D_HIDDEN), args.weight_bits
-    say = [
+    published = {name.removeprefix("infer."): value for name, value in recipe.items()}
+    settings = replace(replace(args.run, one_shot=False).resolved(published, args.context), one_shot=args.one_shot)
+    d_hidden = args.d_hidden or int(str(recipe.get("heads.d_hidden", D_HIDDEN)))
+    policy = parse_policy(args.policy)
+    setting = Setting(args.context, settings, dtype=args.dtype, d_hidden=d_hidden, policy=policy, weight_bits=bits)
+    print(
         f"{args.model}: {backbone.parameters / 1e9:.2f}e9 parameters, {args.dtype}{suffix(bits, types)}; cap {show(cap)} "
         f"({args.gpu_memory} less {args.reserve} reserve)"
-    ]
+    )
     if (states := len(backbone.spec.states)) and not backbone.spec.state_sizes:
-        say.append(f"the states of {states} layers are not counted: a configuration does not say their size")
-    given = {key.removeprefix("infer."): value for key, value in recipe.items() if key.startswith("infer.")}
-    planned = replace(args.run, one_shot=False).resolved(given, args.context)
-    planned = replace(planned, one_shot=args.one_shot)
-    setting = Setting(args.context, planned, dtype=args.dtype, d_hidden=d_hidden, policy=policy, weight_bits=bits)
+        print(f"the states of {states} layers are not counted: a configuration does not say their size")
     if args.engine == "vllm":
-        print("\n".join([*say, *_vllm(args, config, backbone, setting, cap)]))
-        return 0
-    plan = fitting.require_fit(backbone, setting, cap)
-    if (sessions := args.sessions) is not None:
-        caches = Caches.of(backbone.spec, setting, [policy], sessions, args.documents, args.shared_prefixes)
-        peak = plan.peak + (caches.count - 1) * caches.each + decoding_bytes(backbone, setting, sessions)
-        server = f"server: {caches}; peak {show(peak)}"
-        print("\n".join([*say, f"policy {args.policy}, {setting}", *plan.lines(), server]))
-        if peak > cap:
-            raise fitting.DoesNotFit(f"{caches} need {show(peak)}, above the cap of {show(cap)}")
-        return 0
-    full = full_cache_bytes(backbone.spec, args.context, args.dtype)
-    say += [
-        f"policy {args.policy}, context {args.context}, {setting}",
-        *plan.lines(),
-        f"full attention's cache would take {show(full)}, {full / plan.cache:.1f} times as much",
-    ]
-    if setting.budget >= setting.context:
-        say.append("the budget holds the whole context: nothing is evicted")
-    elif setting.evicts:
-        say.append(
-            f"at chunk {setting.chunk} the largest budget that fits is {fitting.largest_budget(backbone, setting, cap)}; "
-            f"at budget {setting.budget} the largest chunk is {fitting.largest_chunk(backbone, setting, cap)}"
-        )
-    print("\n".join(say))
+        lines = _vllm(args, config, backbone, setting, cap)
+    else:
+        lines = _server(args, backbone, setting, cap) if args.sessions else _one_text(backbone, setting, cap)
+    for line in lines:
+        print(line)
     return 0
+
+
+def _one_text(backbone: BackboneSizes, setting: Setting, cap: int) -> Iterator[str]:
+    """Lines of a plan of one text. Raises DoesNotFit with what would fit."""
+    from ..planning.fitting_settings import largest_budget, largest_chunk, require_fit
+    from ..planning.inference_plan import full_cache_bytes
+
+    plan, full = require_fit(backbone, setting, cap), full_cache_bytes(backbone.spec, setting.context, setting.dtype)
+    yield f"policy {setting.policy.name}, context {setting.context}, {setting}"
+    yield from plan.lines()
+    yield f"full attention's cache would take {show(full)}, {full / plan.cache:.1f} times as much"
+    if setting.budget >= setting.context:
+        yield "the budget holds the whole context: nothing is evicted"
+    elif setting.evicts:
+        budget, chunk = largest_budget(backbone, setting, cap), largest_chunk(backbone, setting, cap)
+        yield f"at chunk {setting.chunk} the largest budget that fits is {budget}"
+        yield f"at budget {setting.budget} the largest chunk that fits is {chunk}"
+
+
+def _server(args: PlanOptions, backbone: BackboneSizes, setting: Setting, cap: int) -> Iterator[str]:
+    """Lines of a plan of ``locret-serve``. Raises DoesNotFit."""
+    from ..planning.fitting_settings import DoesNotFit, require_fit
+    from ..planning.inference_plan import Caches, decoding_bytes
+
+    plan, sessions = require_fit(backbone, setting, cap), args.sessions or 1
+    caches = Caches.of(backbone.spec, setting, [setting.policy], sessions, args.documents, args.shared_prefixes)
+    peak = plan.peak + (caches.count - 1) * caches.each + decoding_bytes(backbone, setting, sessions)
+    yield f"policy {args.policy}, {setting}"
+    yield from plan.lines()
+    yield f"server: {caches}; peak {show(peak)}"
+    if peak > cap:
+        raise DoesNotFit(f"{caches} need {show(peak)}, above the cap of {show(cap)}")
 
 
 def _vllm(
     args: PlanOptions, config: PretrainedConfig, backbone: BackboneSizes, setting: Setting, cap: int
-) -> list[str]:
+) -> Iterator[str]:
     """Lines of a plan of ``locret-vllm``. The kit's own forward stands in for vLLM's memory besides the pages.
 
     Raises:
@@ -138,10 +148,10 @@ def _vllm(
 
     check_policy(setting.policy)
     check_settings(args.run)
-    plan = plan_inference(backbone, setting)
-    dtype = getattr(torch, setting.dtype)
+    plan, dtype = plan_inference(backbone, setting), getattr(torch, setting.dtype)
     each = page_bytes(config, setting.chunked, [setting.policy], dtype, args.ranks)
-    beside = (plan.weights + plan.heads) // args.ranks + plan.workspace
+    sizes = {"weights": plan.weights // args.ranks, "heads": plan.heads // args.ranks, "workspace": plan.workspace}
+    beside = sum(sizes.values())
     pages = Pages.within(each, max(0, cap - beside))
     if not pages.requests or pages.requests < (args.sessions or 0):
         raise DoesNotFit(
@@ -149,13 +159,9 @@ def _vllm(
         )
     if args.sessions is not None:
         pages = Pages(each, args.sessions)
-    rows = {"weights": plan.weights // args.ranks, "heads": plan.heads // args.ranks, "workspace": plan.workspace}
-    lines = [f"{name:<10} {show(size):>11}" for name, size in {**rows, "pages": pages.bytes}.items()]
-    return [f"policy {args.policy}, {setting}", *lines, f"vLLM: {pages}"]
-
-
-def _given(value: int | None, recipe: Values, key: str, default: int) -> int:
-    return int(str(recipe.get(key, default))) if value is None else value
+    yield f"policy {args.policy}, {setting}"
+    yield from (f"{name:<10} {show(size):>11}" for name, size in {**sizes, "pages": pages.bytes}.items())
+    yield f"vLLM: {pages}"
 
 
 main = entry(PLAN, run)

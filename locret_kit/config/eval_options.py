@@ -8,20 +8,11 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, MinLen
 
-from ..settings import Budget, RunSettings, Slots, check
+from ..settings import Budget, RunSettings, Slots
+from ..validation import validate_fields
 from .infer_options import Machine
-from .schema import Command, build, given_by
+from .schema import Command, assemble, given_by
 
-USAGE = """usage: locret-eval tasks=[...] out=FOLDER [key=value ...]
-       locret-eval SUBCOMMAND [key=value ...]
-
-Compare policies: a row per example, a table at the end; a rerun does only what is missing or failed.
-
-  locret-eval tasks=[passkey,number] policies=[full,locret,streaming] budgets=[256,512,1024] lengths=[4096,8192] \\
-      samples=20 ckpt=checkpoints/smollm2-135m-locret out=runs/needles
-  locret-eval paired out=runs/needles against=full
-
-Subcommands, each with a --help of its own: tasks, figure, table, report, paired, lm_eval."""
 NOTES = """  locret-eval tasks=[passkey,number,perplexity,reconstruction] policies=[full,locret,h2o,kvzip] ckpt=... out=runs/table
   locret-eval tasks=[leval.coursera] data=[FOLDER/OF/LEVAL] policies=[full,locret] ckpt=... out=runs/leval
   locret-eval lm_eval --model locret --model_args ckpt=...,policy=locret,budget=256 --tasks ...
@@ -39,7 +30,15 @@ Names = Annotated[list[str], MinLen(1)]
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(RunSettings, Machine):
-    """Options of an evaluation."""
+    """Compare policies: a row per example, a table at the end; a rerun does only what is missing or failed.
+
+    Examples:
+      locret-eval tasks=[passkey,number] policies=[full,locret,streaming] budgets=[256,512,1024] lengths=[4096,8192] \\
+          samples=20 ckpt=checkpoints/smollm2-135m-locret out=runs/needles
+      locret-eval paired out=runs/needles against=full
+
+    Subcommands, each with a --help of its own: tasks, figure, table, report, paired, lm_eval.
+    """
 
     HIDDEN: ClassVar[tuple[str, ...]] = ("budget", "backend")
 
@@ -111,7 +110,7 @@ class RowsConfig:
     """Requested prompt lengths in tokens."""
 
     def __post_init__(self) -> None:
-        check(self)
+        validate_fields(self)
 
 
 @dataclass(kw_only=True)
@@ -156,7 +155,7 @@ class NoConfig:
 EVAL = Command(
     "locret-eval",
     EvalConfig,
-    USAGE,
+    "tasks=[...] out=FOLDER [key=value ...]\n       locret-eval SUBCOMMAND [key=value ...]",
     ("tasks", "out", "policies", "budgets", "lengths", "samples", "ckpt", "model", "haystacks", "data"),
     NOTES,
     gone={
@@ -165,13 +164,11 @@ EVAL = Command(
         "retry": "every rerun repeats failed examples",
     },
 )
-PAIRED = Command(
-    "locret-eval", PairedConfig, "usage: locret-eval paired out=FOLDER against=LABEL [figure=NAME] [key=value ...]"
-)
+PAIRED = Command("locret-eval", PairedConfig, "paired out=FOLDER against=LABEL [figure=NAME] [key=value ...]")
 FIGURE = Command(
     "locret-eval",
     FigureConfig,
-    "usage: locret-eval figure NAME out=FOLDER [key=value ...]",
+    "figure NAME out=FOLDER [key=value ...]",
     positional=("name",),
     gone=dict.fromkeys(
         ("formats", "width", "height", "font", "title", "x"), "figures are PNG and SVG, the numbers summary.csv"
@@ -180,11 +177,11 @@ FIGURE = Command(
 TABLE = Command(
     "locret-eval",
     RowsConfig,
-    "usage: locret-eval table out=FOLDER [key=value ...]",
+    "table out=FOLDER [key=value ...]",
     gone=dict.fromkeys(("format", "interval"), "summary.csv has every number, with Wilson's interval in low and high"),
 )
-REPORT = Command("locret-eval", FolderConfig, "usage: locret-eval report out=FOLDER")
-TASKS = Command("locret-eval", NoConfig, "usage: locret-eval tasks")
+REPORT = Command("locret-eval", FolderConfig, "report out=FOLDER")
+TASKS = Command("locret-eval", NoConfig, "tasks")
 
 FROZEN_KEYS = (
     *(item.name for item in fields(RunSettings) if item.name not in EvalConfig.HIDDEN),
@@ -200,4 +197,4 @@ def load_eval_config(argv: list[str]) -> EvalConfig:
     Raises:
         ValueError: an unknown key, a value of a wrong type or out of bounds, or no ``tasks`` or ``out``.
     """
-    return build(EvalConfig, given_by(EVAL, argv))
+    return assemble(EvalConfig, given_by(EVAL, argv))

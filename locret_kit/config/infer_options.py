@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Interval
 
-from ..settings import Count, Description, RunSettings, Slots, Thoughts, check
+from ..settings import Count, RunSettings, Slots, Thoughts
+from ..validation import Description, validate_fields
 from .schema import Command, Repeatable
 
 if TYPE_CHECKING:
@@ -91,15 +92,6 @@ class Backbone:
     """Print every policy with its parts and exit."""
 
 
-INFER_USAGE = """usage: locret-infer [FILE] [--key value | key=value ...]
-
-Answer from a long text in a fixed key/value budget.
-
-  locret-infer book.pdf --question "Who finds the key?"
-  locret-infer --ckpt user/heads --budget 0.1 --question "Who?" --question "When?" < long.txt
-  locret-infer book.txt --model checkpoints/SmolLM2-135M-Instruct --policy 'h2o(window=0.25)' --budget 512
-  locret-infer --batch prompts.jsonl -o answers.jsonl"""
-
 Name = str | int
 """Id of a line of a batch."""
 
@@ -166,7 +158,14 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class InferOptions(Text, Many, Backbone, Generation, Output, RunSettings, Machine):
-    """Options of ``locret-infer``."""
+    """Answer from a long text in a fixed key/value budget.
+
+    Examples:
+      locret-infer book.pdf --question "Who finds the key?"
+      locret-infer --ckpt user/heads --budget 0.1 --question "Who?" --question "When?" < long.txt
+      locret-infer book.txt --model checkpoints/SmolLM2-135M-Instruct --policy 'h2o(window=0.25)' --budget 512
+      locret-infer --batch prompts.jsonl -o answers.jsonl
+    """
 
     HIDDEN: ClassVar[tuple[str, ...]] = ("decode_every",)
 
@@ -189,7 +188,7 @@ class BatchPrompt(Generation):
     seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0
 
     def __post_init__(self) -> None:
-        check(self)
+        validate_fields(self)
         asked = self.question if self.text is None else self.text
         forms = {"prompt": self.prompt, "text and question": asked, "messages": self.messages}
         given = [form for form, value in forms.items() if value is not None]
@@ -203,7 +202,7 @@ _READ_ONCE = "locret-read FILE -o X.locret reads a text once, and locret-ask X.l
 INFER = Command(
     "locret-infer",
     InferOptions,
-    INFER_USAGE,
+    "[FILE] [--key value | key=value ...]",
     ("file", "question", "model", "ckpt", "budget", "policy", "max_new_tokens", "batch", "report", "quiet"),
     positional=("file",),
     short={"-o": "--out"},
@@ -216,38 +215,6 @@ INFER = Command(
         "decode_every": "decoded tokens are evicted when the buffers are full",
     },
 )
-
-
-READ_USAGE = """usage: locret-read [FILE] [-o BOOK.locret] [--key value | key=value ...]
-
-Read a text once into a file for locret-ask and locret-chat.
-
-  locret-read book.txt -o book.locret
-  pdftotext paper.pdf - | locret-read -o paper.locret --model checkpoints/SmolLM2-135M-Instruct --policy snapkv
-  locret-read chapter-2.txt -o book.locret --append"""
-
-INFO_USAGE = """usage: locret-info BOOK.locret [--json]
-
-Show the record of a file written by locret-read. Loads no model.
-
-  locret-info book.locret
-  locret-info book.locret --json | python -m json.tool"""
-
-ASK_USAGE = """usage: locret-ask BOOK.locret [QUESTION ...] [--key value | key=value ...]
-
-Ask about a text that locret-read read.
-
-  locret-ask book.locret "Who finds the key?" "Where is it hidden?"
-  locret-ask book.locret --question-file questions.txt --json > answers.jsonl
-  locret-ask from-a-friend.locret "Who finds the key?" --model ~/models/SmolLM2-135M-Instruct --ckpt ~/heads"""
-
-KEPT_USAGE = """usage: locret-kept BOOK.locret [-o PAGE.html] [--key value | key=value ...]
-
-The words that each layer and head kept of a text: in the terminal, or as a page for the browser.
-
-  locret-kept book.locret
-  locret-kept book.locret -o page.html
-  locret-kept book.locret --layer 12 --head 0"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,12 +245,23 @@ class TextSource:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions(TextSource, Backbone, RunSettings, Machine):
-    """Options of ``locret-read``."""
+    """Read a text once into a file for locret-ask and locret-chat.
+
+    Examples:
+      locret-read book.txt -o book.locret
+      pdftotext paper.pdf - | locret-read -o paper.locret --model checkpoints/SmolLM2-135M-Instruct --policy snapkv
+      locret-read chapter-2.txt -o book.locret --append
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class InfoOptions:
-    """The document."""
+    """Show the record of a file written by locret-read. Loads no model.
+
+    Examples:
+      locret-info book.locret
+      locret-info book.locret --json | python -m json.tool
+    """
 
     file: str
     """A document written by locret-read."""
@@ -328,12 +306,24 @@ class Questions:
 
 @dataclass(frozen=True, kw_only=True)
 class AskOptions(Questions, Names, Generation, Machine):
-    """Options of ``locret-ask``."""
+    """Ask about a text that locret-read read.
+
+    Examples:
+      locret-ask book.locret "Who finds the key?" "Where is it hidden?"
+      locret-ask book.locret --question-file questions.txt --json > answers.jsonl
+      locret-ask from-a-friend.locret "Who finds the key?" --model ~/models/SmolLM2-135M-Instruct --ckpt ~/heads
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptOptions:
-    """The document, and the selection to show."""
+    """The words that each layer and head kept of a text: in the terminal, or as a page for the browser.
+
+    Examples:
+      locret-kept book.locret
+      locret-kept book.locret -o page.html
+      locret-kept book.locret --layer 12 --head 0
+    """
 
     file: str
     """A document written by locret-read, with its text."""
@@ -352,33 +342,27 @@ class KeptOptions:
 READ = Command(
     "locret-read",
     ReadOptions,
-    READ_USAGE,
+    "[FILE] [-o BOOK.locret] [--key value | key=value ...]",
     ("file", "out", "model", "ckpt", "budget", "policy", "append", "overwrite", "title", "quiet"),
     positional=("file",),
     short={"-o": "--out"},
 )
-INFO = Command("locret-info", InfoOptions, INFO_USAGE, positional=("file",))
+INFO = Command("locret-info", InfoOptions, "BOOK.locret [--json]", positional=("file",))
 ASK = Command(
     "locret-ask",
     AskOptions,
-    ASK_USAGE,
+    "BOOK.locret [QUESTION ...] [--key value | key=value ...]",
     ("book", "question", "question_file", "model", "ckpt", "max_new_tokens", "temperature", "json", "force", "quiet"),
     positional=("book", "question"),
     gone={"graph": "CUDA graphs are replayed where they can be; Document.ask(..., graph=False) decodes without"},
 )
-KEPT = Command("locret-kept", KeptOptions, KEPT_USAGE, positional=("file",), short={"-o": "--out"})
-
-
-CHAT_USAGE = """usage: locret-chat [BOOK.locret | FILE] [--key value | key=value ...]
-
-Talk with a model in a terminal, about a document or about anything. Memory does not grow with the conversation.
-
-  locret-chat book.locret
-  locret-chat book.pdf --budget 2048
-  printf 'Who came in?\\nWhen?\\n' | locret-chat book.locret
-
-Enter sends, Alt-Enter or a backslash at the end begins another line, Ctrl-C stops an answer, Ctrl-D leaves; /help lists the
-commands. Without a terminal each line of stdin is a message: answers go to stdout, all else to stderr."""
+KEPT = Command(
+    "locret-kept",
+    KeptOptions,
+    "BOOK.locret [-o PAGE.html] [--key value | key=value ...]",
+    positional=("file",),
+    short={"-o": "--out"},
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,7 +385,16 @@ class Conversation:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(Conversation, Backbone, Generation, RunSettings, Machine):
-    """Options of ``locret-chat``."""
+    """Talk with a model in a terminal, about a document or about anything. Memory does not grow with the conversation.
+
+    Examples:
+      locret-chat book.locret
+      locret-chat book.pdf --budget 2048
+      printf 'Who came in?\\nWhen?\\n' | locret-chat book.locret
+
+    Enter sends, Alt-Enter or a backslash at the end begins another line, Ctrl-C stops an answer, Ctrl-D leaves; /help lists the
+    commands. Without a terminal each line of stdin is a message: answers go to stdout, all else to stderr.
+    """
 
     max_new_tokens: Annotated[int, Ge(1)] = 512
     """Maximum number of tokens per answer. A cut answer is reported."""
@@ -410,7 +403,7 @@ class ChatOptions(Conversation, Backbone, Generation, RunSettings, Machine):
 CHAT = Command(
     "locret-chat",
     ChatOptions,
-    CHAT_USAGE,
+    "[BOOK.locret | FILE] [--key value | key=value ...]",
     ("file", "model", "ckpt", "budget", "history", "policy", "max_new_tokens", "temperature", "system", "history_file"),
     positional=("file",),
 )

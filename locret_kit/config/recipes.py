@@ -11,8 +11,9 @@ from importlib import resources
 from pathlib import Path
 
 from ..backbones.gguf import bare_name
+from ..files import read_yaml
 from ..naming import nearest, show
-from .schema import Command, UsageError, Values, build, given_by, read_yaml, refuse_gone, values_of
+from .schema import Command, UsageError, Values, assemble, given_by, refuse_gone, values_of
 from .train_options import TrainConfig
 
 _TRIED = """gates trains=end_to_end data.queries data.replay_chunk heads.form target.window target.values target.queries
@@ -39,18 +40,6 @@ RETIRED = {
     "recipe=phi3-mini-antihaystack": "recipe=phi3-mini data.sources=[wenbopan/anti-haystack] data.val_samples=0 optim.steps=2424",
 }
 """Words of ``locret-train`` that there were, and what does their work: by key, section, or ``key=value``."""
-
-
-TRAIN_USAGE = """usage: locret-train recipe=NAME [key=value ...]
-       locret-train model=NAME [key=value ...]
-
-  locret-train recipe=smollm2-135m optim.steps=200 out=runs/mine
-  locret-train recipe=phi3-mini data.sources=[path/to/records.jsonl]
-  locret-train model=Qwen/Qwen3-4B out=runs/qwen3-4b
-
-model=NAME is backbone.model=NAME; without a recipe it takes recipe=auto, which chooses width, length and batch for the device.
-Keys that are not given are the recipe's, then the defaults. An unknown key or recipe is an error that names the nearest;
---help all lists the keys."""
 
 
 AUTO = "auto"
@@ -104,7 +93,7 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
     from ..planning import fitting_settings as fitting
     from ..planning.inference_plan import BackboneSizes
 
-    cfg = build(TrainConfig, values)
+    cfg = assemble(TrainConfig, values)
     device = pick_device("cpu" if cfg.trainer.accelerator == "cpu" else None)
     on_card = device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory if on_card else machine_memory()
@@ -116,18 +105,18 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
     longest = min(longest, getattr(config, "max_position_embeddings", longest))
     setting = fitting.TrainSetting(longest, dtype=dtype, d_hidden=width, weight_bits=cfg.backbone.weight_bits)
     tokens = cfg.data.max_tokens if "data.max_tokens" in values else None
-    batch, samples = cfg.data.batch if "data.batch" in values else None, cfg.optim.accumulate
+    batch = cfg.data.batch if "data.batch" in values else None
     step = fitting.choose_step(
-        backbone, setting, memory - fitting.RESERVE, tokens=tokens, batch=batch, max_tokens=longest, samples=samples
+        backbone, setting, memory - fitting.RESERVE, tokens=tokens, batch=batch, samples=cfg.optim.accumulate
     )
     chosen: Values = dict(zip(CHOSEN, (width, step.tokens, step.batch), strict=True))
     words = " ".join(f"{name}={chosen[name]}" for name in names)
     where = torch.cuda.get_device_name(device) if on_card else "this CPU"
-    size = f"{backbone.parameters / 1e9:.2f}e9 parameters, {dtype}"
-    peak = show(fitting.plan_training(backbone, step).peak)
     print(
-        f"{cfg.backbone.model} ({size}) on {where} ({show(memory)}): chose {words}; a step is planned at {peak}", file=sys.stderr
-    )  # fmt: skip
+        f"{cfg.backbone.model} ({backbone.parameters / 1e9:.2f}e9 parameters, {dtype}) on {where} ({show(memory)}): chose "
+        f"{words}; a step is planned at {show(fitting.plan_training(backbone, step).peak)}",
+        file=sys.stderr,
+    )
     return {name: chosen[name] for name in names}
 
 
@@ -143,7 +132,7 @@ MAIN = "backbone.model out data.sources data.max_tokens heads.d_hidden optim.ste
 TRAIN = Command(
     "locret-train",
     TrainConfig,
-    TRAIN_USAGE,
+    "recipe=NAME [key=value ...]\n       locret-train model=NAME [key=value ...]",
     ("recipe", *MAIN.split()),
     aliases={"model": "backbone.model"},
     gone=RETIRED,
@@ -157,7 +146,7 @@ def load_config(argv: list[str]) -> TrainConfig:
     The recipe overrides the schema's defaults, and the other arguments override the recipe. Nothing is chosen for a
     device.
     """
-    return build(TrainConfig, with_recipe(given_by(TRAIN, argv)))
+    return assemble(TrainConfig, with_recipe(given_by(TRAIN, argv)))
 
 
 def known_recipes() -> list[str]:

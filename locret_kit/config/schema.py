@@ -9,27 +9,26 @@ from __future__ import annotations
 
 import ast
 import inspect
-import operator
 import re
 import shutil
 import textwrap
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from functools import cache
-from itertools import chain, pairwise, repeat
+from functools import cache, cached_property
+from itertools import chain, groupby, pairwise, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar, get_args, get_origin
 
+from ..files import read_yaml
 from ..naming import nearest, split_outside
-from ..settings import annotations_of, checked, choices, metadata_of, parts
+from ..validation import alternatives, annotations_of, choices, metadata_of, scalar, validate
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
 Values = dict[str, object]
-REQUIRED = object()
 
 
 class UsageError(ValueError):
@@ -46,8 +45,9 @@ class Command(Generic[T]):
 
     name: str
     schema: type[T]
-    usage: str
-    """Usage and examples, for ``--help``."""
+    """Its docstring is the description and the examples of ``--help``."""
+    synopsis: str = "[--key value | key=value ...]"
+    """Arguments, for the line of the usage."""
     main: tuple[str, ...] = ()
     """Options that ``--help`` shows, in order, at most ten; () shows all."""
     notes: str = ""
@@ -63,29 +63,79 @@ class Command(Generic[T]):
     complete: Callable[[Values], Values] = dict
     """Function that completes the given values before the options are built."""
 
+    @property
+    def usage(self) -> str:
+        """Usage, description and examples."""
+        return f"usage: {self.name} {self.synopsis}\n\n{inspect.cleandoc(self.schema.__doc__ or '')}"
+
 
 @dataclass(frozen=True)
 class Option:
     """A field of a schema, or of a section of it."""
 
+    name: str
     annotation: object
-    default: object
-    owner: type
-    field: str
+    default: object = None
+    """``MISSING`` where it must be given."""
+    owner: type = Command
+    """The class that annotates the field."""
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether its value may be left out."""
+        return bool in alternatives(self.annotation)
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether it may be given several times."""
+        return any(isinstance(item, Repeatable) for item in metadata_of(self.annotation))
+
+    @cached_property
+    def help(self) -> str:
+        """The docstring under the field, on one line."""
+        return docstrings(self.owner).get(self.name.rpartition(".")[2], "")
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The option and its value, in the form of a command line; of a switch both forms, that which changes something first."""
+        flag, names = self.name.replace("_", "-"), choices(self.annotation)
+        if self.is_switch:
+            return (f"--no-{flag}", f"--{flag}") if self.default else (f"--{flag}", f"--no-{flag}")
+        return (f"--{flag} " + ("|".join(map(str, names)) or self.name.rpartition(".")[2].upper()),)
+
+    @property
+    def ending(self) -> str:
+        """What follows the help: the default of a number, a text or a list."""
+        if self.default is MISSING:
+            return " (required)"
+        return "" if self.is_switch or self.default in (None, []) else f" (default: {self.default})".replace("'", "")
+
+    def read(self, value: object, where: str = "") -> object:
+        """A valid value from a text, or from a value of YAML.
+
+        Raises:
+            ValueError: a wrong type or out of bounds; ``where`` follows the name in the message.
+        """
+        if type(value) in (str, int, float):  # in YAML 1e-4 is a text, and a name may be a number
+            value = typed(self.annotation, str(value))
+        try:
+            return validate(self.name, self.annotation, value)
+        except ValueError as error:
+            raise ValueError(str(error).replace(" must be", f"{where} must be", 1)) from None
 
 
 @cache
-def options_of(schema: type[DataclassInstance]) -> dict[str, Option]:
+def options_of(schema: type[DataclassInstance], prefix: str = "") -> dict[str, Option]:
     """Options by name, dotted within sections, in the schema's order."""
     options: dict[str, Option] = {}
     for item in fields(schema):
-        annotation = annotations_of(schema)[item.name]
+        annotation, name = annotations_of(schema)[item.name], f"{prefix}{item.name}"
         if isinstance(annotation, type) and is_dataclass(annotation):
-            options |= {f"{item.name}.{name}": option for name, option in options_of(annotation).items()}
+            options |= options_of(annotation, f"{name}.")
         elif item.name not in getattr(schema, "HIDDEN", ()):
             default = item.default if item.default_factory is MISSING else item.default_factory()
             owner = next(kind for kind in schema.__mro__ if item.name in inspect.get_annotations(kind))
-            options[item.name] = Option(annotation, REQUIRED if default is MISSING else default, owner, item.name)
+            options[name] = Option(name, annotation, default, owner)
     return options
 
 
@@ -94,16 +144,16 @@ def docstrings(schema: type) -> dict[str, str]:
     """Docstrings of the annotated fields of a class and its bases, on one line each."""
     texts: dict[str, str] = {}
     for kind in filter(is_dataclass, reversed(schema.__mro__)):
-        (made,) = ast.parse(inspect.getsource(kind)).body
-        assert isinstance(made, ast.ClassDef)
-        for above, below in pairwise(made.body):
+        (definition,) = ast.parse(inspect.getsource(kind)).body
+        assert isinstance(definition, ast.ClassDef)
+        for above, below in pairwise(definition.body):
             match above, below:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                     texts[name] = " ".join(text.split())
     return texts
 
 
-def build(schema: type[T], values: Values, prefix: str = "") -> T:
+def assemble(schema: type[T], values: Values, prefix: str = "") -> T:
     """Build the dataclass from values by option; other fields keep their defaults.
 
     Raises:
@@ -113,22 +163,21 @@ def build(schema: type[T], values: Values, prefix: str = "") -> T:
     for item in fields(schema):
         annotation, name = annotations_of(schema)[item.name], f"{prefix}{item.name}"
         if isinstance(annotation, type) and is_dataclass(annotation):
-            given[item.name] = build(annotation, values, f"{name}.")
+            given[item.name] = assemble(annotation, values, f"{name}.")
         elif name in values:
             given[item.name] = values[name]
-        elif item.default is MISSING and item.default_factory is MISSING:
+        elif item.default is item.default_factory is MISSING:
             raise UsageError(f"{name}=... is missing")
     return schema(**given)
 
 
 def refuse(options: DataclassInstance, names: Iterable[str], why: str) -> None:
     """Raise ValueError for the first of these options that was given: it ``has no effect``, with the reason."""
-    known = options_of(type(options))
     for name in names:
-        if (value := getattr(options, name)) != known[name].default:
-            flag = name.replace("_", "-")
-            shown = value[0] if isinstance(value, list) else value
-            words = f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {shown}"
+        value, option = getattr(options, name), options_of(type(options))[name]
+        if value != option.default:
+            first = value[0] if isinstance(value, list) else value
+            words = option.flags[0] if option.is_switch else f"--{name.replace('_', '-')} {first}"
             raise ValueError(f"{words} has no effect {why}")
 
 
@@ -138,79 +187,41 @@ COMMON_OPTIONS = {
     "version": "print the version",
     "help": "[all]  print this; with all, every option",
 }
-HEAD = 26
-"""Width in columns of an option's name and value in the short help."""
 
 
-def short_help(command: Command[T]) -> str:
-    """Usage, examples and the main options, each with the first sentence of its help and its default."""
-    width, known = terminal_width(), options_of(command.schema)
-    lines = [command.usage.strip(), ""]
-    for name in command.main or known:
-        option = known[name]
-        first, *others = re.split(r"(?<=\.) (?=[A-Z])", docstrings(option.owner).get(option.field, ""))
-        meaning = " ".join([first, *(text for text in others if text.startswith("Default:"))]).rstrip(".")
-        default = f" (default: {option.default})" if type(option.default) in (int, float, str) else ""
-        head = f"  {_head(name, option)}"
-        gap = f"{head:<{HEAD}}" if len(head) < HEAD - 1 else f"{head}  "
-        lines += textwrap.wrap(meaning + default, width, initial_indent=gap, subsequent_indent=" " * HEAD)
-    rest = len(known) - len(command.main or known)
-    more = f"--help all: {rest} more options. " if rest else ""
-    lines.append(f"\n{more}--config FILE, --print-config, --version: in every command.")
-    return "\n".join(lines)
+def help_of(command: Command[T], *, everything: bool = False) -> str:
+    """Usage, examples, and the main options with the first sentence of their help; or every option, in groups."""
+    known, column = options_of(command.schema), 6 if everything else 26
+    main, width = command.main or tuple(known), max(60, min(shutil.get_terminal_size().columns, 120))
+    lines = [command.usage, *(["", command.notes] if everything and command.notes else [])]
+    for title, options in groups_of(command) if everything else [("", [known[name] for name in main])]:
+        lines += ["", textwrap.fill(f"{title}:", width)] if title else [""]
+        for option in options:
+            head = f"  {', '.join(option.flags if everything else option.flags[:1])}  ".ljust(column)
+            words = option.help
+            if everything:
+                lines.append(head.rstrip())
+                head = " " * column
+            else:
+                first, *others = re.split(r"(?<=\.) (?=[A-Z])", words)
+                words = " ".join([first, *(text for text in others if text.startswith("Default:"))]).rstrip(".")
+            lines += textwrap.wrap(words + option.ending, width, initial_indent=head, subsequent_indent=" " * column)
+    if not everything:
+        more = f"--help all: {len(known) - len(main)} more options. " if len(main) < len(known) else ""
+        return "\n".join([*lines, "", f"{more}--config FILE, --print-config, --version: in every command."])
+    common = (f"  --{name} {meaning}" for name, meaning in COMMON_OPTIONS.items())
+    forms = "--key value, --key=value and key=value are the same, in any order; - and _ are alike in names."
+    return "\n".join([*lines, "", "Every command:", *common, "", forms])
 
 
-def full_help(command: Command[T]) -> str:
-    """Usage, examples, and every option with its type, help and default, in groups."""
-    width = terminal_width()
-    lines = [command.usage.strip(), *(["", command.notes.strip()] if command.notes else [])]
-    for title, known in groups_of(command):
-        lines.append(f"\n{textwrap.fill(title, width)}:")
-        lines += [_line(name, option, width) for name, option in known.items()]
-    lines.append("\nEvery command:")
-    lines += [f"  --{name} {meaning}" for name, meaning in COMMON_OPTIONS.items()]
-    lines.append("\n--key value, --key=value and key=value are the same, in any order; - and _ are alike in names.")
-    return "\n".join(lines)
-
-
-def terminal_width() -> int:
-    """Width of the terminal in columns, from 60 to 120."""
-    return max(60, min(shutil.get_terminal_size().columns, 120))
-
-
-def groups_of(command: Command[T]) -> list[tuple[str, dict[str, Option]]]:
+def groups_of(command: Command[T]) -> list[tuple[str, list[Option]]]:
     """Titles of groups of options with their options, in the order of the help."""
-    groups: list[tuple[str, dict[str, Option]]] = []
     order = {kind: place for place, kind in enumerate(command.schema.__mro__)}
-    for name, option in sorted(options_of(command.schema).items(), key=lambda item: order.get(item[1].owner, -1)):
-        title = inspect.cleandoc(option.owner.__doc__ or "").splitlines()[0].rstrip(".")
-        if not groups or title != groups[-1][0]:
-            groups.append((title, {}))
-        groups[-1][1][name] = option
-    return groups
-
-
-def _head(name: str, option: Option) -> str:
-    """An option and its value, in the form of a command line."""
-    flag, names = name.replace("_", "-"), choices(option.annotation)
-    if bool in parts(option.annotation):
-        return f"--no-{flag}" if option.default else f"--{flag}"
-    return f"--{flag} " + ("|".join(map(str, names)) if names else name.rpartition(".")[2].upper())
-
-
-def _line(name: str, option: Option, width: int) -> str:
-    flag, meaning = name.replace("_", "-"), docstrings(option.owner).get(option.field, "")
-    if bool in parts(option.annotation):
-        head, default = f"--{flag}, --no-{flag}", "yes" if option.default else "no"
-    else:
-        head = _head(name, option)
-        default = f"[{','.join(map(str, option.default))}]" if isinstance(option.default, list) else str(option.default)
-    if option.default is REQUIRED:
-        meaning += " Required."
-    elif option.default is not None:
-        meaning += f" (default: {default})"
-    indent = " " * 6
-    return f"  {head}\n" + textwrap.fill(meaning, width, initial_indent=indent, subsequent_indent=indent)
+    options = sorted(options_of(command.schema).values(), key=lambda option: order.get(option.owner, -1))
+    groups = groupby(
+        options, key=lambda option: inspect.cleandoc(option.owner.__doc__ or "").splitlines()[0].rstrip(".")
+    )
+    return [(title, [*group]) for title, group in groups]
 
 
 def read(command: Command[T], argv: list[str]) -> T | None:
@@ -221,31 +232,35 @@ def read(command: Command[T], argv: list[str]) -> T | None:
         UsageError: an unknown option, suggests the nearest; one without a value, or given twice.
         ValueError: a value of a wrong type or out of bounds; a file that cannot be read.
     """
-    if {"-h", "--help"} & set(argv):
-        print(full_help(command) if "all" in argv else short_help(command))
+    if {"-h", "--help"} & {*argv}:
+        print(help_of(command, everything="all" in argv))
         return None
     if "--version" in argv:
         from .. import __version__
 
         print(f"{command.name} {__version__}")
         return None
-    printing = "--print-config" in argv
     values = command.complete(given_by(command, [word for word in argv if word != "--print-config"]))
-    options = build(command.schema, values)
-    if printing:
-        import yaml
+    options = assemble(command.schema, values)
+    if "--print-config" not in argv:
+        return options
+    import yaml
 
-        tree = {name: operator.attrgetter(name)(options) for name in options_of(command.schema)} | {
-            name: values[name] for name in ("recipe",) if name in values
-        }
-        print(yaml.safe_dump(nested(tree), sort_keys=False, allow_unicode=True, default_flow_style=None), end="")
-        return None
-    return options
+    tree = tree_of(options) | {name: values[name] for name in ("recipe",) if name in values}
+    print(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None), end="")
+    return None
 
 
-def given_by(command: Command[T], argv: list[str]) -> dict[str, object]:
+def tree_of(options: DataclassInstance) -> Values:
+    """Values of options by name, those of a section in a tree of their own."""
+    names = [item.name for item in fields(options) if item.name not in getattr(options, "HIDDEN", ())]
+    values = {name: getattr(options, name) for name in names}
+    return {name: tree_of(value) if is_dataclass(value) else value for name, value in values.items()}
+
+
+def given_by(command: Command[T], argv: list[str]) -> Values:
     """Values by option. The command line overrides a ``--config`` file."""
-    known = options_of(command.schema) | {"config": Option(str, None, Command, "")}
+    known = {**options_of(command.schema), "config": Option("config", str)}
     texts: dict[str, list[str]] = {}
     for name, text in _pairs(command, known, argv):
         refuse_gone(command.gone, name, text)
@@ -253,45 +268,38 @@ def given_by(command: Command[T], argv: list[str]) -> dict[str, object]:
             meant = command.positional and any(word.partition("=")[0] == name for word in argv)  # such as "E=mc2?"
             raise UsageError(unknown(name, known) + "; put a text with = in it after --" * bool(meant))
         texts.setdefault(name, []).append(text)
-    values: dict[str, object] = {}
-    for name, words in texts.items():
-        annotation = known[name].annotation
-        if any(isinstance(item, Repeatable) for item in metadata_of(annotation)):
-            values[name] = checked(name, annotation, words)
-            continue
-        if len(words) > 1:
-            raise UsageError(f"{name} is given twice: {name}={words[0]} and {name}={words[1]}")
-        if not words[0].strip():
+    values: Values = {}
+    for name, (first, *others) in texts.items():
+        if others and not known[name].repeatable:
+            raise UsageError(f"{name} is given twice: {name}={first} and {name}={others[0]}")
+        if not first.strip() and not known[name].repeatable:
             raise ValueError(f"{name} is empty: give it a value, or leave it out")
-        values[name] = checked(name, annotation, typed(annotation, words[0]))
+        values[name] = known[name].read([first, *others] if known[name].repeatable else first)
     if file := values.pop("config", None):
-        below = values_of(command, read_yaml(Path(str(file)), f"config={file}"), f" in config={file}")
-        values = below | values
+        return values_of(command, read_yaml(Path(str(file)), f"config={file}"), f" in config={file}") | values
     return values
 
 
 def _pairs(command: Command[T], known: Mapping[str, Option], argv: list[str]) -> Iterator[tuple[str, str]]:
-    rest, switches = deque(argv), {name for name, option in known.items() if bool in parts(option.annotation)}
-    places = chain(command.positional, repeat(command.positional[-1])) if command.positional else repeat("")
+    """Names and texts of a command line; a name may be unknown."""
+    rest, switches = deque(argv), {name for name, option in known.items() if option.is_switch}
+    places = chain(command.positional, repeat(command.positional[-1] if command.positional else ""))
     while rest:
         word = rest.popleft()
         word = command.short.get(word, word)
         if word == "--" and command.positional:
             yield from zip(places, rest, strict=False)  # places never end
             return
-        dashes = word.startswith("--")
         if re.fullmatch(r"-[A-Za-z][\w-]*", word):
             more = ". Put arguments that begin with a dash after --" if command.positional else ""
             raise UsageError(f"unknown option {word!r}: names have two dashes{more}")
-        if not dashes and not re.match(r"[A-Za-z_][\w.-]*=", word):
+        if not re.match(r"--|[A-Za-z_][\w.-]*=", word):
             if not command.positional:
-                numbers = (f"{name}={option.default}" for name, option in known.items() if type(option.default) is int)
-                raise UsageError(
-                    f"argument {word!r} must be --key value or key=value, such as {next(numbers, 'key=1')}"
-                )
+                example = f"{next(iter(known))}=VALUE"
+                raise UsageError(f"argument {word!r} must be --key value or key=value, such as {example}")
             yield next(places), word
             continue
-        name, equals, text = word[2 * dashes :].partition("=")
+        name, equals, text = word.removeprefix("--").partition("=")
         name = name.replace("-", "_")
         name = command.aliases.get(name, name)
         if not equals and name in switches:
@@ -308,8 +316,7 @@ def _pairs(command: Command[T], known: Mapping[str, Option], argv: list[str]) ->
 def unknown(name: str, known: Mapping[str, Option], where: str = "") -> str:
     """Message for an unknown name. It suggests the nearest option: with the same last name elsewhere, in its
     section, or any. For a section it lists the fields."""
-    inside = [leaf for leaf in known if leaf.startswith(f"{name}.")]
-    if inside:
+    if inside := [leaf for leaf in known if leaf.startswith(f"{name}.")]:
         return f"{name}{where} is a section; its fields: {', '.join(inside)}"
     section, _, last = name.rpartition(".")
     same = [leaf for leaf in known if leaf.endswith(f".{last}")]
@@ -324,96 +331,38 @@ def refuse_gone(gone: Mapping[str, str], name: str, value: object, where: str = 
     """Raise UsageError for a removed name, section or ``name=value``, with its replacement."""
     for word in (name, name.partition(".")[0], f"{name}={value}"):
         if word in gone:
-            shown = f"--{word.replace('_', '-')}" if word == name and word.isidentifier() else word
-            raise UsageError(f"{shown}{where} was removed: {gone[word]}")
+            flag = f"--{word.replace('_', '-')}" if word == name and word.isidentifier() else word
+            raise UsageError(f"{flag}{where} was removed: {gone[word]}")
 
 
 def typed(annotation: object, text: str) -> object:
-    """A text as a value of an annotation's type, unchecked. ``null`` is None if the annotation allows it."""
-    kinds, text = list(parts(annotation)), text.strip()
+    """A text as a value of an annotation's type, unchecked. ``null`` is None if the annotation allows it. A list is
+    ``[a,b]`` or ``a,b``; commas within parentheses belong to an item."""
+    kinds, text = [*alternatives(annotation)], text.strip()
     if text == "null" and type(None) in kinds:
         return None
     for kind in kinds:
         if get_origin(kind) is list:
-            return [typed(get_args(kind)[0], item) for item in split_list(text)]
-    if known := {str(choice): choice for choice in choices(annotation)}:
-        return known.get(text, text)
-    return text if str in kinds else scalar(text)
-
-
-def scalar(text: str) -> object:
-    """The number or boolean of a text, or the text itself."""
-    if re.fullmatch(r"[+-]?\d{1,300}", text):
-        return int(text)
-    try:
-        return float(text)
-    except ValueError:
-        return {"true": True, "false": False}.get(text, text)
-
-
-def split_list(text: str) -> list[str]:
-    """The items of ``[a,b]`` or ``a,b``; commas within parentheses belong to an item: ``kvcrush(base=h2o,anchor=mean)``."""
-    inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    return [item for part in split_outside(inside, ",") if (item := part.strip("\"'"))]
-
-
-def read_yaml(path: Path, said: str) -> Values:
-    """Read a YAML file of ``name: value``.
-
-    Raises:
-        ValueError: it cannot be read, is no YAML or holds something else; the message begins with ``said``.
-    """
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """Refuses duplicate keys and aliases."""
-
-        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-            if self.check_event(yaml.AliasEvent):
-                raise yaml.YAMLError("aliases are not read")
-            return super().compose_node(parent, index)
-
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
-            names = [key.value for key, _ in node.value if isinstance(key.value, str)]
-            if twice := [name for name in names if names.count(name) > 1]:
-                raise yaml.YAMLError(f"{twice[0]} occurs twice")
-            return super().construct_mapping(node, deep)
-
-    try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader)
-    except OSError as error:
-        raise ValueError(f"{said} cannot be read: {error.strerror}") from error
-    except RecursionError:
-        raise ValueError(f"{said} is not valid YAML: it is nested too deeply") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: an integer of thousands of digits, wrong UTF-8
-        raise ValueError(f"{said} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(loaded, dict):
-        raise ValueError(f"{said} must hold sections of key: value")
-    return loaded
+            inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+            items = (part.strip("\"'") for part in split_outside(inside, ","))
+            return [typed(get_args(kind)[0], item) for item in items if item]
+    known = {str(choice): choice for choice in choices(annotation)}
+    return known.get(text, text) if known or str in kinds else scalar(text)
 
 
 def values_of(command: Command[T], tree: Values, where: str) -> Values:
-    """Checked values by option, from the content of a YAML file.
+    """Valid values by option, from the content of a YAML file.
 
     Raises:
         ValueError: an unknown name, or a value of a wrong type or out of bounds.
         UsageError: a removed name, section or value.
     """
-    known, values = options_of(command.schema), Values()
-    for name, value in flattened(tree).items():
+    known, values = options_of(command.schema), flattened(tree)
+    for name, value in values.items():
         refuse_gone(command.gone, name, value, where)
         if name not in known:
             raise ValueError(unknown(name, known, where))
-        kinds = list(parts(known[name].annotation))
-        if isinstance(value, str) and str not in kinds:  # such as 1e-4, which YAML takes for a text
-            value = typed(known[name].annotation, value)
-        elif str in kinds and type(value) in (int, float):
-            value = str(value)
-        try:
-            values[name] = checked(name, known[name].annotation, value)
-        except ValueError as error:
-            raise ValueError(str(error).replace(" must be", f"{where} must be", 1)) from None
-    return values
+    return {name: known[name].read(value, where) for name, value in values.items()}
 
 
 def flattened(tree: Mapping[str, object], prefix: str = "") -> Values:
@@ -422,15 +371,3 @@ def flattened(tree: Mapping[str, object], prefix: str = "") -> Values:
     for key, value in tree.items():
         values |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return values
-
-
-def nested(values: Mapping[str, object]) -> Values:
-    """Sections of dotted names."""
-    tree: Values = {}
-    for name, value in values.items():
-        *sections, last = name.split(".")
-        at = tree
-        for section in sections:
-            at = at.setdefault(section, {})  # type: ignore[assignment]
-        at[last] = value
-    return tree

@@ -14,13 +14,6 @@ from ..settings import Bytes, RunSettings, Slots, Thoughts
 from .infer_options import Backbone, Machine, Plugin
 from .schema import COMMON_OPTIONS, Command, Repeatable, options_of
 
-SERVE_USAGE = """usage: locret-serve [--key value | key=value ...]
-
-Serve OpenAI's protocol with a fixed key/value budget per session.
-
-  locret-serve --port 8000
-  locret-serve --ckpt user/heads --budget 4096 --sessions 16 --api-key-file keys.txt --host 0.0.0.0"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
@@ -72,7 +65,12 @@ class Service:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(Service, Backbone, RunSettings, Machine):
-    """Options of ``locret-serve``."""
+    """Serve OpenAI's protocol with a fixed key/value budget per session.
+
+    Examples:
+      locret-serve --port 8000
+      locret-serve --ckpt user/heads --budget 4096 --sessions 16 --api-key-file keys.txt --host 0.0.0.0
+    """
 
     HIDDEN: ClassVar[tuple[str, ...]] = ("one_shot", "decode_every", "list_policies")
 
@@ -82,8 +80,7 @@ _SAMPLING = "a request says it, or the backbone's generation_config.json"
 SERVE = Command(
     "locret-serve",
     ServeOptions,
-    SERVE_USAGE,
-    ("model", "ckpt", "budget", "policy", "host", "port", "sessions", "documents", "session_dir", "api_key_file"),
+    main=("model", "ckpt", "budget", "policy", "host", "port", "sessions", "documents", "session_dir", "api_key_file"),
     gone={
         "share_session_dir": "a folder of sessions is one server's, docs/howto/scale.md says how several share the work",
         "share_beginnings": "each API key has its own",
@@ -96,17 +93,14 @@ SERVE = Command(
 )
 
 
-VLLM_USAGE = """usage: locret-vllm [--key value | key=value ...] [options of vllm serve ...]
-
-Serve with vLLM and a fixed key/value budget per request: `vllm serve` with the dependent options set.
-
-  locret-vllm --ckpt checkpoints/smollm2-135m-locret --budget 4096 --sessions 16
-  locret-vllm --ckpt user/heads --documents library --max-model-len 131072 --host 0.0.0.0 --api-key KEY"""
-
-
 @dataclass(frozen=True, kw_only=True)
 class VllmOptions(RunSettings, Plugin):
-    """The server. Other options are passed to vLLM."""
+    """Serve with vLLM and a fixed key/value budget per request: `vllm serve` with the dependent options set.
+
+    Examples:
+      locret-vllm --ckpt checkpoints/smollm2-135m-locret --budget 4096 --sessions 16
+      locret-vllm --ckpt user/heads --documents library --max-model-len 131072 --host 0.0.0.0 --api-key KEY
+    """
 
     HIDDEN: ClassVar[tuple[str, ...]] = ("kv_bits", "one_shot", "seed")
 
@@ -130,7 +124,7 @@ class VllmOptions(RunSettings, Plugin):
 VLLM = Command(
     "locret-vllm",
     VllmOptions,
-    VLLM_USAGE,
+    "[--key value | key=value ...] [options of vllm serve ...]",
     ("model", "ckpt", "budget", "policy", "policies", "sessions", "documents", "chunk", "protect", "plugin"),
 )
 
@@ -155,18 +149,15 @@ def shared_out(argv: list[str]) -> tuple[list[str], list[str]]:
     return ours, theirs
 
 
-PLAN_USAGE = """usage: locret-plan --model NAME --gpu-memory SIZE [--key value | key=value ...]
-
-Memory of a run before it starts. Needs no GPU, weights or Hub.
-
-  locret-plan --model phi3-mini --gpu-memory 24GiB --context 131072
-  locret-plan --model phi3-mini --gpu-memory 24GiB --sessions 8 --budget 1024 --chunk 512
-  locret-plan --model phi3-mini --gpu-memory 24GiB --engine vllm"""
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(RunSettings, Plugin):
-    """Options of a plan."""
+    """Memory of a run before it starts. Needs no GPU, weights or Hub.
+
+    Examples:
+      locret-plan --model phi3-mini --gpu-memory 24GiB --context 131072
+      locret-plan --model phi3-mini --gpu-memory 24GiB --sessions 8 --budget 1024 --chunk 512
+      locret-plan --model phi3-mini --gpu-memory 24GiB --engine vllm
+    """
 
     HIDDEN: ClassVar[tuple[str, ...]] = ("positions", "protect", "decode_every", "seed", "backend")
 
@@ -202,7 +193,7 @@ class PlanOptions(RunSettings, Plugin):
 PLAN = Command(
     "locret-plan",
     PlanOptions,
-    PLAN_USAGE,
+    "--model NAME --gpu-memory SIZE [--key value | key=value ...]",
     ("model", "gpu_memory", "context", "budget", "chunk", "kv_bits", "weight_bits", "sessions"),
     gone={
         **dict.fromkeys(("speed", "gpu"), "scripts/launches.py counts launches and bytes of a layer"),

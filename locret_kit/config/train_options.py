@@ -10,7 +10,8 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, Interval, MinLen, Predicate
 
 from ..backbones.gguf import is_gguf
-from ..settings import PUBLISHED, SMOOTH_L1, Bytes, Count, Description, RunSettings, Slots, is_positions
+from ..settings import PUBLISHED, SMOOTH_L1, Bytes, Count, PositionScheme, RunSettings, Slots
+from ..validation import Description
 from .infer_options import Dtype
 from .schema import Command
 
@@ -180,7 +181,7 @@ class InferConfig(RunSettings):
     """Newest slots that are never evicted during prefill (n_s). They are part of the budget."""
     local_len: Count = 100
     """Last prompt tokens that are never evicted."""
-    positions: Annotated[str, Predicate(is_positions)] = "compact"
+    positions: PositionScheme = "compact"
     """Positions for RoPE: 'compact' (a slot's rank in the cache), 'original' (its position in the text) or
     'clipped(SPAN)' (in between)."""
     policy: str | None = None
@@ -193,7 +194,17 @@ class InferConfig(RunSettings):
 
 @dataclass(kw_only=True)
 class TrainConfig:
-    """Options of a training run."""
+    """Train retaining heads, or a pool, on a frozen backbone.
+
+    Examples:
+      locret-train recipe=smollm2-135m optim.steps=200 out=runs/mine
+      locret-train recipe=phi3-mini data.sources=[path/to/records.jsonl]
+      locret-train model=Qwen/Qwen3-4B out=runs/qwen3-4b
+
+    model=NAME is backbone.model=NAME; without a recipe it takes recipe=auto, which chooses width, length and batch for the
+    device. Keys that are not given are the recipe's, then the defaults. An unknown key or recipe is an error that names the
+    nearest; --help all lists the keys.
+    """
 
     recipe: str
     """Recipe: its name, or the path of its YAML file."""
@@ -282,16 +293,13 @@ class TrainConfig:
         return next((f"{name}={value}" for name, value in acting.items() if value is not None), None)
 
 
-PUBLISH_USAGE = """usage: locret-publish HEADS USER/NAME [--key value | key=value ...]
-
-Put retaining heads on the Hugging Face Hub, with card, curves and results.
-
-  locret-publish runs/mine/heads user/name --dry-run"""
-
-
 @dataclass(frozen=True, kw_only=True)
 class PublishOptions:
-    """Heads to publish, and their names on the Hub."""
+    """Put retaining heads on the Hugging Face Hub, with card, curves and results.
+
+    Examples:
+      locret-publish runs/mine/heads user/name --dry-run
+    """
 
     ckpt: str
     """Retaining heads: a folder or a .pt file; a .bin needs --base-model."""
@@ -311,4 +319,6 @@ class PublishOptions:
     """Licence of the heads. Default: from the model card next to the heads, or apache-2.0."""
 
 
-PUBLISH = Command("locret-publish", PublishOptions, PUBLISH_USAGE, positional=("ckpt", "repo"))
+PUBLISH = Command(
+    "locret-publish", PublishOptions, "HEADS USER/NAME [--key value | key=value ...]", positional=("ckpt", "repo")
+)

@@ -17,10 +17,11 @@ from transformers import PreTrainedTokenizerBase
 from ..backbones.weights import first_difference, tokenizer_identity
 from ..cache.saved import CacheFile, Saved
 from ..naming import prefixed_errors
-from ..settings import Count, Share, check, made, shown
+from ..settings import Count, Share
 from ..text.template import has_template, render_prompt
 from ..text.tokens import IdStream
 from ..text.untrusted import defused_pieces
+from ..validation import build, display, validate_fields
 
 
 class DocumentText:
@@ -195,11 +196,11 @@ class TextRecord:
     """Names of the backbone and the heads. They help to find them; content decides whether they are the same."""
 
     def __post_init__(self) -> None:
-        check(self)
+        validate_fields(self)
         if self.done > len(self.open):
             raise ValueError(f"done={self.done} must be at most {len(self.open)}, the length of open")
         if not re.fullmatch("[0-9a-f]{64}" if self.text else "[0-9a-f]{64}|None", str(self.sha256)):
-            raise ValueError(f"sha256={shown(self.sha256)} must be 64 hexadecimal digits")
+            raise ValueError(f"sha256={display(self.sha256)} must be 64 hexadecimal digits")
         if not self.text and self.tokens > UNKNOWN:
             raise ValueError(f"tokens={self.tokens} must be at most {UNKNOWN} without the text")
 
@@ -220,7 +221,7 @@ def stated(file: CacheFile) -> TextRecord:
         if file.saved.document is None:
             raise ValueError("it holds a cache without a document: load_cache reads it")
         with prefixed_errors("document", ValueError):
-            return made(TextRecord, file.saved.document, "field", whole=True)
+            return build(TextRecord, file.saved.document, "field", whole=True)
 
 
 def stored_text(
@@ -233,7 +234,7 @@ def stored_text(
         ValueError: a different tokenizer, ids outside its vocabulary, or a tensor other than ``IDS``.
     """
     if others := sorted(apart.keys() - {IDS}):
-        raise ValueError(f"{shown(others[0])}: no such tensor")
+        raise ValueError(f"{display(others[0])}: no such tensor")
     if difference := first_difference({"tokenizer": about.tokenizer}, {"tokenizer": tokenizer_identity(tokenizer)}):
         raise ValueError(difference)
     stream = open_stream(tokenizer, about.chat)

@@ -20,7 +20,8 @@ from ..backbones.weights import check_weight_bits, weight_bits_of
 from ..cache.bounded import BoundedCache
 from ..naming import UNITS, show
 from ..policies import Policy
-from ..settings import RunSettings, check, checked
+from ..settings import RunSettings
+from ..validation import validate, validate_fields
 from .inference_plan import (
     ITEM_BYTES,
     BackboneSizes,
@@ -55,11 +56,11 @@ class TrainSetting:
     """Bits of a weight in the backbone's layers; None is ``dtype``."""
 
     def __post_init__(self) -> None:
-        check(self)
+        validate_fields(self)
         if self.answer >= self.tokens:
             raise ValueError(f"answer={self.answer} must be below tokens={self.tokens}")
         check_weight_bits(self.weight_bits)
-        checked("dtype", Dtype, self.dtype)
+        validate("dtype", Dtype, self.dtype)
 
     def __str__(self) -> str:
         samples = f"{self.batch} samples of " if self.batch > 1 else ""
@@ -113,25 +114,21 @@ class DoesNotFit(ValueError):
     """A plan above its cap; the message names settings that would fit."""
 
 
-def resized(setting: Setting, budget: int) -> Setting:
-    """The setting with a smaller budget; lengths that were made for the larger one shrink with it."""
-
-    def scaled(length: int | None) -> int | None:
-        return None if length is None else min(length, length * budget // setting.budget)
-
-    run = setting.run
-    return setting.with_run(budget=budget, stabilizers=scaled(run.stabilizers), local_len=scaled(run.local_len))
-
-
 def largest(fits: Callable[[int], bool], max_value: int) -> int:
     """The largest value in ``1..max_value`` that fits; 0 if none does. ``fits`` must stay false once it is false."""
     return bisect_right(range(1, max_value + 1), False, key=lambda n: not fits(n))
 
 
 def largest_budget(backbone: BackboneSizes, setting: Setting, cap: int) -> int:
-    """The largest budget (a multiple of ``STEP``, at most the context) that fits ``cap`` bytes at the setting's chunk;
-    0 if none does."""
-    return _largest_setting(backbone, cap, setting.context, lambda n: resized(setting, n))
+    """The largest budget (a multiple of ``STEP``, at most the context) that fits ``cap`` bytes at the setting's chunk; 0 if none
+    does. Lengths that were made for the setting's budget shrink with it."""
+    lengths = {"stabilizers": setting.run.stabilizers, "local_len": setting.run.local_len}
+
+    def resized(budget: int) -> Setting:
+        scaled = {name: n and min(n, n * budget // setting.budget) for name, n in lengths.items()}
+        return setting.with_run(budget=budget, **scaled)
+
+    return _largest_setting(backbone, cap, setting.context, resized)
 
 
 def largest_chunk(backbone: BackboneSizes, setting: Setting, cap: int) -> int:
@@ -139,15 +136,8 @@ def largest_chunk(backbone: BackboneSizes, setting: Setting, cap: int) -> int:
     return _largest_setting(backbone, cap, setting.context, lambda n: setting.with_run(chunk=n))
 
 
-def _largest_setting(backbone: BackboneSizes, cap: int, max_value: int, at: Callable[[int], Setting]) -> int:
-    return STEP * largest(lambda n: plan_inference(backbone, at(STEP * n)).peak <= cap, max_value // STEP)
-
-
-def largest_sample(backbone: BackboneSizes, setting: TrainSetting, cap: int, max_value: int = 2**20) -> int:
-    """The longest training sample (tokens, at most ``max_value``) that fits ``cap`` bytes; 0 if none does."""
-    low = setting.answer + 1
-    more = largest(lambda n: plan_training(backbone, replace(setting, tokens=low + n)).peak <= cap, max_value - low)
-    return low + more if more else 0
+def _largest_setting(backbone: BackboneSizes, cap: int, max_value: int, sized: Callable[[int], Setting]) -> int:
+    return STEP * largest(lambda n: plan_inference(backbone, sized(STEP * n)).peak <= cap, max_value // STEP)
 
 
 def fitting(backbone: BackboneSizes, setting: Setting, cap: int) -> str:
@@ -156,10 +146,9 @@ def fitting(backbone: BackboneSizes, setting: Setting, cap: int) -> str:
         return f"policy={setting.policy.name!r} evicts nothing, so no budget helps"
     budget = largest_budget(backbone, setting, cap)
     chunk = 0 if setting.run.one_shot else largest_chunk(backbone, setting, cap)
-    most = ((budget, f"budget {budget} at chunk {setting.chunk}"), (chunk, f"chunk {chunk} at budget {setting.budget}"))
-    return (
-        " or ".join(words for n, words in most if n) + " fits" if budget or chunk else "no smaller budget or chunk fits"
-    )
+    words = [f"budget {budget} at chunk {setting.chunk}"] * bool(budget)
+    words += [f"chunk {chunk} at budget {setting.budget}"] * bool(chunk)
+    return " or ".join(words or ["no smaller budget or chunk"]) + " fits"
 
 
 def require_fit(backbone: BackboneSizes, setting: Setting, cap: int) -> Plan:
@@ -198,43 +187,44 @@ def choose_width(backbone: BackboneSizes) -> int:
 
 
 def choose_step(
-    backbone: BackboneSizes,
-    setting: TrainSetting,
-    cap: int,
-    *,
-    tokens: int | None,
-    batch: int | None,
-    max_tokens: int,
-    samples: int,
+    backbone: BackboneSizes, setting: TrainSetting, cap: int, *, tokens: int | None, batch: int | None, samples: int
 ) -> TrainSetting:
     """The step with the longest samples that ``cap`` bytes hold, and then the most of them in one forward.
 
     Args:
-        setting: dtype, width and weight bits. tokens, batch: where they are given. max_tokens: of a sample.
+        setting: dtype, width, weight bits, and the most tokens of a sample. tokens, batch: where they are given.
         samples: of an optimiser step, which the batch divides.
 
     Raises:
         DoesNotFit: a sample of ``SHORTEST`` tokens, or the one that is given, is above the cap.
     """
-    own = replace(setting, batch=batch or 1)
-    length = tokens or largest_sample(backbone, own, cap, max_tokens) // SHORTEST * SHORTEST
-    own = replace(own, tokens=max(length, SHORTEST))
-    if (peak := plan_training(backbone, own).peak) > cap:
-        weights = plan_training(backbone, own).weights
+
+    def plan(**sizes: int) -> Plan:
+        return plan_training(backbone, replace(setting, **sizes))
+
+    single, low = {"batch": batch or 1}, setting.answer + 1
+    if tokens is None:
+        more = largest(lambda n: plan(tokens=low + n, **single).peak <= cap, setting.tokens - low)
+        tokens = max((low + more) // SHORTEST, 1) * SHORTEST
+    needed = plan(tokens=tokens, **single)
+    if needed.peak > cap:
         raise DoesNotFit(
-            f"a training step of {own} needs {show(peak)}, {show(weights)} of them weights, above the {show(cap)} of the device: "
+            f"a training step of {replace(setting, tokens=tokens, **single)} needs {show(needed.peak)}, "
+            f"{show(needed.weights)} of them weights, above the {show(cap)} of the device: "
             "choose backbone.weight_bits=4, a smaller model or a larger card"
         )
-    if batch is None:
-        batches = [n for n in range(1, samples + 1) if samples % n == 0]
-        own = replace(own, batch=max(n for n in batches if plan_training(backbone, replace(own, batch=n)).peak <= cap))
-    return own
+    batches = [n for n in range(1, samples + 1) if samples % n == 0 and plan(tokens=tokens, batch=n).peak <= cap]
+    return replace(setting, tokens=tokens, batch=batch or max(batches))
 
 
 # ---- what to say when a run's memory runs out -----------------------------------------------------------------------
 
 
-SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
+FIGURES = {
+    "asked": "Tried to allocate {}", "free": "of which {} is free", "held": "{} is allocated by PyTorch",
+    "spare": "{} is reserved by PyTorch but unallocated", "allowed": "{} allowed",
+}  # fmt: skip
+"""Figures of PyTorch's message, and the words around each; ``allowed`` may be missing."""
 
 
 class OutOfMemory(RuntimeError, MemoryError):
@@ -257,55 +247,46 @@ class explain_oom:
         if isinstance(error, torch.OutOfMemoryError):
             raise OutOfMemory(_advice(str(error), self.model, self.cache, self.tokens)) from error
         if isinstance(error, RuntimeError) and (
-            asked := re.search(r"tried to allocate (\d+) bytes", str(error))
+            match := re.search(r"tried to allocate (\d+) bytes", str(error))
         ):  # a CPU's
-            said = (
-                f"out of memory: {show(int(asked[1]))} were asked for at once, with budget={self.cache.schedule.budget}"
-            )
-            raise OutOfMemory(f"{said}: a smaller one takes less") from error
+            budget, asked = self.cache.schedule.budget, show(int(match[1]))
+            raise OutOfMemory(
+                f"out of memory: {asked} were asked for at once, with budget={budget}: a smaller one takes less"
+            ) from error
 
 
-def _advice(said: str, model: PreTrainedModel, cache: BoundedCache, tokens: int) -> str:
+def _advice(message: str, model: PreTrainedModel, cache: BoundedCache, tokens: int) -> str:
     """One line from PyTorch's message and the run's own setting."""
-    figures = allocator_figures(said)
-    config = text_config(model)
+    figures = allocator_figures(message)
     if figures is None:
-        return said.splitlines()[0]
+        return message.splitlines()[0]
+    asked, free, held = figures
     setting = Setting(
         tokens, cache.settings, dtype=str(model.dtype).removeprefix("torch."),
         d_hidden=cache.heads.config.d_hidden if cache.heads is not None else 0, policy=cache.policy,
         weight_bits=weight_bits_of(model),
     )  # fmt: skip
-    backbone = BackboneSizes.of(config)
-    words, room = shortage(figures, plan_inference(backbone, setting).peak)
-    return f"{words}, with {setting} at context {tokens}; {fitting(backbone, setting, room)}"
-
-
-def shortage(figures: tuple[int, int, int], planned: int) -> tuple[str, int]:
-    """Words for an allocation that failed, and the bytes that a plan may take instead of the ``planned`` ones."""
-    asked, free, in_use = figures
-    words = (
-        f"out of memory: {show(asked)} were asked for and {show(free)} were free beside the {show(in_use)} of this run"
+    backbone, room = BackboneSizes.of(text_config(model)), held + free
+    if (planned := plan_inference(backbone, setting).peak) <= room:  # the plan was too low by as much as was asked
+        room = planned - asked
+    return (
+        f"out of memory: {show(asked)} were asked for and {show(free)} were free beside the {show(held)} of this run, "
+        f"with {setting} at context {tokens}; {fitting(backbone, setting, room)}"
     )
-    room = in_use + free  # or the plan was too low by as much as was asked
-    return words, room if planned > room else planned - asked
 
 
-def allocator_figures(said: str) -> tuple[int, int, int] | None:
+def allocator_figures(message: str) -> tuple[int, int, int] | None:
     """``(asked, free, held)`` in bytes from PyTorch's out-of-memory message; None for another message. Free memory is on the
     device, or below the run's own cap, and includes the allocator's reserve."""
-
-    def size(pattern: str) -> int | None:
-        match = re.search(pattern, said)
-        return None if match is None else int(float(match[1]) * UNITS[match[2].replace("bytes", "B")])
-
-    asked, free = size(f"Tried to allocate {SIZE}"), size(f"of which {SIZE} is free")
-    in_use, spare = size(f"{SIZE} is allocated by PyTorch"), size(f"{SIZE} is reserved by PyTorch but unallocated")
-    if asked is None or free is None or in_use is None or spare is None:
+    figures = {
+        name: int(float(match[1]) * UNITS[match[2].replace("bytes", "B")])
+        for name, pattern in FIGURES.items()
+        if (match := re.search(pattern.format(r"([\d.]+) (bytes|[KMGT]iB)"), message))
+    }
+    if FIGURES.keys() - figures.keys() - {"allowed"}:
         return None
-    allowed = size(f"{SIZE} allowed")
-    free += spare
-    return asked, free if allowed is None else min(free, max(0, allowed - in_use)), in_use
+    free, held = figures["free"] + figures["spare"], figures["held"]
+    return figures["asked"], min(free, max(0, figures.get("allowed", free + held) - held)), held
 
 
 # ---- the budget of a text for which nobody named one ----------------------------------------------------------------

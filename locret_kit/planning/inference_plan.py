@@ -35,7 +35,8 @@ from ..naming import show
 from ..policies import Policy
 from ..policies.base import Recall
 from ..policies.grammar import parse_policy
-from ..settings import INT32_MAX, Resolved, RunSettings, checked, made
+from ..settings import INT32_MAX, Resolved, RunSettings
+from ..validation import build, validate
 
 # ---- sizes of a backbone ----------------------------------------------------------------------------------------------
 
@@ -223,12 +224,12 @@ class Setting:
         _ = self.schedule  # names the field that is out of bounds
         check_storage(self.run.kv_bits, self.policy)
         check_weight_bits(self.weight_bits)
-        checked("dtype", Dtype, self.dtype)
-        checked("d_hidden", Annotated[int, Ge(0)], self.d_hidden)
+        validate("dtype", Dtype, self.dtype)
+        validate("d_hidden", Annotated[int, Ge(0)], self.d_hidden)
 
     def with_run(self, **changes: object) -> Setting:
         """The setting with other settings of the cache."""
-        return replace(self, run=made(type(self.run), {**vars(self.run), **changes}))
+        return replace(self, run=build(type(self.run), {**vars(self.run), **changes}))
 
     @cached_property
     def chunked(self) -> Resolved:

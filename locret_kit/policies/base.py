@@ -28,7 +28,7 @@ from locret_kernels.select import rank_of as rank_of
 from locret_kernels.sparse_attend import Blocks
 
 from ..backbones.spec import BackboneSpec
-from ..settings import Description, check
+from ..validation import Description, validate_fields
 from .slots import Entry as Entry
 from .slots import Slots as Slots
 from .slots import wide as wide
@@ -57,7 +57,7 @@ class Part(Protocol):
 
     def __post_init__(self) -> None:
         assert is_dataclass(self)
-        check(self)
+        validate_fields(self)
 
 
 class PolicyWarning(UserWarning):

@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 
 from ..cis import Loss
 from ..naming import nearest, split_outside
-from ..settings import allowed, checked
+from ..validation import type_words, validate
 from . import Policy, registry
 
 UNBOUNDED = "kvzip"
@@ -142,17 +142,17 @@ def _value(text: str, parameter: registry.Parameter, where: str) -> object:
     refusals = []
     for reading in _readings(text):
         try:
-            made = [checked(where, annotation, reading) for annotation in parameter.annotations]
+            made = [validate(where, annotation, reading) for annotation in parameter.annotations]
         except ValueError as error:
             infinite = isinstance(reading, float) and not isfinite(reading)
-            words = f"{where}={text} must be finite: {allowed(parameter.annotations[0])}"
+            words = f"{where}={text} must be finite: {type_words(parameter.annotations[0])}"
             refusals.append(words if infinite else str(error))
             continue
         if isinstance(reading, int) and abs(reading) >= 2**63:
             raise ValueError(f"{where}={text} does not fit into 64 bits")
         if all(type(one) in (type(reading), float) for one in made):  # 1.0 is no integer, it is a fraction
             return made[0]
-        refusals.append(f"{where}={text} must be {' and '.join(map(allowed, parameter.annotations))}")
+        refusals.append(f"{where}={text} must be {' and '.join(map(type_words, parameter.annotations))}")
     raise ValueError(refusals[0])
 
 

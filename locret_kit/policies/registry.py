@@ -1,10 +1,7 @@
-"""Names of parts and policies, and registries of whatever else has names: packages and files of a user's bring more.
+"""Names of parts and policies; packages and files of a user's bring more.
 
-They are found when one is first asked for: in ``methods/``, one file per method, and in installed packages. A package has an
-entry point in the group ``locret_kit.plugins``, a module that registers when it is imported::
-
-    [project.entry-points."locret_kit.plugins"]
-    mine = "my_package.my_policies"
+They are found when one is first asked for: in ``methods/``, one file per method, and in installed packages
+(``locret_kit.registry``).
 """
 
 import sys
@@ -13,7 +10,6 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from fractions import Fraction
 from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from pkgutil import iter_modules
@@ -24,11 +20,11 @@ from annotated_types import Ge
 from torch import Tensor
 
 from ..cis import SmoothL1
-from ..naming import first_line, nearest, prefixed_errors
-from ..settings import annotations_of
+from ..naming import first_line, prefixed_errors
+from ..registry import Registry, load_installed
+from ..validation import annotations_of
 from . import WHOLE, Policy, base, methods, rounded, rounded_on_device
 
-GROUP = "locret_kit.plugins"
 UNTRAINED = ("compactor", "snapkv")
 """Policies of a backbone without heads, the default first: of those that need no training, it finds most (docs/howto/choose.md),
 and the other one takes any decoder and any cache."""
@@ -36,47 +32,6 @@ KINDS = ("score", "scope", "allocation", "selection", "merge", "recall", "prefil
 """Kinds of a policy's parts, in the grammar's order. A training's losses and sources are parts too, of the kinds 'loss'
 and 'source'."""
 T = TypeVar("T")
-
-
-class Registry(dict[str, T]):
-    """Items of one kind by name. A name that is not there yet is looked for in installed packages.
-
-    Raises:
-        ValueError: a name that nobody has, with those that there are; a name that another module has.
-    """
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self._modules: dict[str, str] = {}
-
-    @staticmethod
-    def load() -> None:
-        """Import what installed packages bring."""
-        _load()
-
-    def __missing__(self, name: str) -> T:
-        self.load()
-        if name in self:
-            return self[name]
-        near = nearest(name, self)
-        raise ValueError(f"{self.kind}={name!r} must be one of: {', '.join(self)}{near and f'.{near}'}")
-
-    def add(self, name: str, item: T, module: str) -> None:
-        """Give an item a name. A module may do so again, as a notebook's cell does that is run twice."""
-        if self._modules.setdefault(name, module) != module:
-            raise ValueError(f"{self.kind}={name} is registered already, by {self._modules[name]}")
-        self[name] = item
-
-    def register(self, *names: str) -> Callable[[T], T]:
-        """Decorator of a class or a function that gets these names."""
-
-        def add(item: T) -> T:
-            for name in names:
-                self.add(name, item, item.__module__)
-            return item
-
-        return add
 
 
 class Parts(TypedDict, total=False):
@@ -201,15 +156,10 @@ part("loss", "smooth_l1")(SmoothL1)
 
 @cache
 def _load() -> None:
-    """Import the methods, and the modules of the entry points."""
+    """Import the methods, then what installed packages bring."""
     for module in iter_modules(methods.__path__):
         import_module(f"{methods.__name__}.{module.name}")
-    for entry in entry_points(group=GROUP):
-        try:
-            entry.load()
-        except Exception as error:
-            what = f"entry point {entry.name} = {entry.value} of {GROUP}"
-            raise ValueError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
+    load_installed()
 
 
 def policies() -> Mapping[str, NamedPolicy]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import logits_process as steps
 
 from ..backbones.wrapped import speaking
-from ..settings import check
+from ..validation import validate_fields
 
 
 class Constraint(Protocol):
@@ -51,7 +51,7 @@ class Sampling:
     constrain: Callable[[], Constraint] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        check(self)
+        validate_fields(self)
         if self.temperature < 1e-3:  # logits divided by it would overflow
             object.__setattr__(self, "temperature", 0.0)
 

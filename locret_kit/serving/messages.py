@@ -30,7 +30,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from ..answers.values import nested
 from ..naming import first_line, prefixed_errors
-from ..settings import BOUNDS
+from ..validation import BOUNDS
 from .request import Busy, Stopping
 
 JsonObject = dict[str, object]

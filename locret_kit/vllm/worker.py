@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..engine import BoundedCache
-from ..settings import made
+from ..validation import build
 from .pages import EnginePages
 from .ranks import Ranks
 from .refusals import refuse_engine
@@ -122,7 +122,7 @@ def server_of(vllm_config: VllmConfig) -> ServerSettings:
         raise ValueError(
             f"additional_config must hold the settings of {PROCESSOR}: {{{SECTION!r}: {{'budget': 4096}}}}"
         )
-    return ServerSettings(made(VllmSettings, section))
+    return ServerSettings(build(VllmSettings, section))
 
 
 def begin(vllm_config: VllmConfig, device: torch.device) -> Worker:

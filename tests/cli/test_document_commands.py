@@ -273,11 +273,7 @@ BAD = [
     (("ask", "{book}", "Who?", "--model", "./nowhere"), 1, "give their places with --model and --ckpt"),
     (("ask", "{book}", "--question-file", "gone"), 1, "question_file='gone': gone: No such file"),
     (("ask", "{book}", "Who?", "-n", "5"), 2, "unknown option '-n': names have two dashes"),
-    (
-        ("infer", "{book}", "--question", "Who?"),
-        1,
-        "holds tensors, not text: if locret-read wrote it, ask about it",
-    ),
+    (("infer", "{book}", "--question", "Who?"), 1, "holds tensors, not text: if locret-read wrote it, ask about it"),
     (("infer", "{out}", "--question", "Who?"), 1, "has no file with text"),
     (("read", "{out}", "-o", "x.locret"), 1, "has no file with text"),
     (("infer", "https://example.org/x.html", "--question", "Who?"), 1, "No such file or directory: download it first"),

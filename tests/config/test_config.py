@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from locret_kit.config.recipes import TRAIN, known_recipes, load_config, read_recipe, with_recipe
-from locret_kit.config.schema import build, given_by, options_of
+from locret_kit.config.schema import assemble, given_by, options_of
 from locret_kit.config.train_options import TrainConfig
-from locret_kit.settings import metadata_of, parts
+from locret_kit.validation import alternatives, metadata_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ANY_MODEL = {"auto", "paper", "small", "tiny"}
@@ -100,7 +100,7 @@ def test_a_model_without_a_recipe():
 
     made = with_recipe(values, choose)
     assert asked == ["Some/Model-4B", "heads.d_hidden", "data.max_tokens"]
-    config = build(TrainConfig, made)
+    config = assemble(TrainConfig, made)
     assert (config.recipe, config.out) == ("auto", "runs/model-4b")
     assert config.infer.budget + config.infer.chunk < 2048, "slots are dropped in the first text that is tried"
     assert (config.heads.d_hidden, config.data.max_tokens, config.data.batch) == (64, 64, 2)
@@ -150,7 +150,7 @@ def test_errors_on_the_command_line(arguments, message):
 
 def test_every_number_has_a_bound():
     for name, option in options_of(TrainConfig).items():
-        if {int, float} & set(parts(option.annotation)):
+        if {int, float} & set(alternatives(option.annotation)):
             assert any(metadata_of(option.annotation)), name
 
 

@@ -13,6 +13,7 @@ from checkout import forget_plugins
 from policy_runs import held, run
 from tiny_tokenizer import TEXT, save_tiny_backbone
 
+import locret_kit.registry as plugins
 from locret_kit.cli.infer import main
 from locret_kit.policies import Policy, registry
 from locret_kit.policies.base import PolicyWarning, Score, TopK, best_of
@@ -179,18 +180,22 @@ def test_a_module_is_loaded_by_its_name(tmp_path, monkeypatch):
 
 
 def test_a_package_brings_policies_by_an_entry_point(tmp_path, monkeypatch):
+    def forget() -> None:
+        registry._load.cache_clear()
+        plugins.load_installed.cache_clear()
+
     written(tmp_path, "vatp-package")
     monkeypatch.syspath_prepend(tmp_path)
-    found = [EntryPoint("vatp", "vatp_package", registry.GROUP)]
-    monkeypatch.setattr(registry, "entry_points", lambda group: found if group == registry.GROUP else [])
-    registry._load.cache_clear()
+    found = [EntryPoint("vatp", "vatp_package", plugins.GROUP)]
+    monkeypatch.setattr(plugins, "entry_points", lambda group: found if group == plugins.GROUP else [])
+    forget()
     assert parse_policy("vatp-package").score.power == 1.0
-    found.append(EntryPoint("bad", "no_such_package", registry.GROUP))
-    registry._load.cache_clear()
+    found.append(EntryPoint("bad", "no_such_package", plugins.GROUP))
+    forget()
     with pytest.raises(ValueError, match=r"entry point bad = no_such_package of locret_kit.plugins: .*no_such_package"):
         parse_policy("h2o")
     found.clear()
-    registry._load.cache_clear()
+    forget()
     assert parse_policy("h2o")
 
 

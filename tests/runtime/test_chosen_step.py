@@ -43,7 +43,7 @@ def test_the_longest_samples_then_the_most_of_them(memory):
     own, cap = backbone("llama3.1-8b"), memory * GIB
     setting = TrainSetting(LONGEST, d_hidden=1024)
     try:
-        step = choose_step(own, setting, cap, tokens=None, batch=None, max_tokens=LONGEST, samples=4)
+        step = choose_step(own, setting, cap, tokens=None, batch=None, samples=4)
     except DoesNotFit as error:
         assert plan_training(own, replace(setting, tokens=256)).peak > cap and "backbone.weight_bits=4" in str(error)
         return
@@ -54,12 +54,12 @@ def test_the_longest_samples_then_the_most_of_them(memory):
 
 def test_a_number_that_is_given_stays():
     own, setting = backbone("llama3.1-8b"), TrainSetting(LONGEST, d_hidden=1024)
-    step = choose_step(own, setting, 24 * GIB, tokens=1000, batch=None, max_tokens=LONGEST, samples=6)
+    step = choose_step(own, setting, 24 * GIB, tokens=1000, batch=None, samples=6)
     assert (step.tokens, step.batch) == (1000, 6)
-    step = choose_step(own, setting, 24 * GIB, tokens=None, batch=3, max_tokens=LONGEST, samples=6)
+    step = choose_step(own, setting, 24 * GIB, tokens=None, batch=3, samples=6)
     assert step.batch == 3 and plan_training(own, step).peak <= 24 * GIB
     with pytest.raises(DoesNotFit, match="a training step of 10000 tokens, 64 of them the answer needs"):
-        choose_step(own, setting, 16 * GIB, tokens=10000, batch=None, max_tokens=LONGEST, samples=1)
+        choose_step(own, setting, 16 * GIB, tokens=10000, batch=None, samples=1)
 
 
 def test_a_container_s_bound_is_its_memory(monkeypatch, tmp_path):

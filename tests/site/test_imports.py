@@ -10,7 +10,7 @@ from import_graph import imports, modules
 
 FLOORS = (
     {"naming", "processes"},
-    {"files", "cis"},
+    {"files", "cis", "registry", "validation"},
     {"settings", "hub"},
     {"backbones", "text"},
     {"answers"},
@@ -33,7 +33,7 @@ FLOORS = (
 """Rooms of ``locret_kit``: packages, and the modules beside them. A room imports from its own floor's rooms only what is its
 own, and from the floors before it."""
 ONLY = {
-    "pydantic": {"settings", "config", "serving"},
+    "pydantic": {"validation", "config", "serving"},
     "fastapi": {"serving"},
     "prometheus_client": {"serving"},
     "llguidance": {"serving"},

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from word_texts import word_tokenizer, words
 
 from locret_kit.documents.document import Document
-from locret_kit.settings import made
+from locret_kit.validation import build
 from locret_kit.vllm.documents import Documents
 from locret_kit.vllm.server_settings import ServerSettings, VllmSettings
 from locret_kit.vllm.worker import engine_options
@@ -47,7 +47,7 @@ def test_a_prompt_that_begins_with_a_document_goes_on_from_its_page(tmp_path, ra
         wanted[policy] += [tiny.kit(model, ids, 24, **SETTINGS, **own) for ids in strangers]
     section = {**SETTINGS, "policy": POLICIES[0], "policies": list(POLICIES[1:]), "heads": heads}
     section["documents"] = str(tmp_path / "library")
-    asking = engine_options(ServerSettings(made(VllmSettings, section)))  # workers of two ranks are other processes
+    asking = engine_options(ServerSettings(build(VllmSettings, section)))  # workers of two ranks are other processes
     rest = {"kv_transfer_config": connector(), "tensor_parallel_size": ranks, **asking}
     with tiny.started(tmp_path / "model", section, **rest) as llm:
         shutil.rmtree(tmp_path / "library")  # a server has its documents open

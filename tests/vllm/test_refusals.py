@@ -11,7 +11,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.v1.sample.logits_processor import _load_custom_logitsprocs, validate_logits_processors_parameters
 
-from locret_kit.settings import made
+from locret_kit.validation import build
 from locret_kit.vllm import attention_backend
 from locret_kit.vllm.interfaces import missing
 from locret_kit.vllm.refusals import refuse, refuse_engine
@@ -41,12 +41,12 @@ SECTION = dict(budget=64, chunk=32, stabilizers=8, local_len=16, policy="streami
 )
 def test_what_a_server_cannot_have_is_refused(section, said):
     with pytest.raises(ValueError, match=said):
-        ServerSettings(made(VllmSettings, section))
+        ServerSettings(build(VllmSettings, section))
 
 
 def test_a_budget_without_room_for_what_is_protected_is_refused_where_a_request_arrives(tmp_path):
     """Whatever its length: a worker that raises would end the engine for everybody. What is taken runs."""
-    server = ServerSettings(made(VllmSettings, {**SECTION, "protect": "first"}))
+    server = ServerSettings(build(VllmSettings, {**SECTION, "protect": "first"}))
     tiny.make(tmp_path, "llama")
     worker = Worker.of(server, tiny.configuration(tmp_path, SECTION).model_config, torch.device("cpu"))
     with pytest.raises(

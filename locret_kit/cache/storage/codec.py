@@ -14,7 +14,7 @@ from locret_kernels.ragged_decode import Float8Rows, PackedRows
 
 from ...policies import Policy
 from ...policies.capabilities import Subject, refuse
-from ...policies.registry import Registry
+from ...registry import Registry
 from .layouts import Index, Layout, Shapes
 
 # ---- bits of a stored number ----------------------------------------------------------------------------------------

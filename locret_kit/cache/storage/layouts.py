@@ -18,7 +18,7 @@ from locret_kernels.backend import function
 from locret_kernels.compact import Addresses
 from locret_kernels.select import kept_rows
 
-from ...policies.registry import Registry
+from ...registry import Registry
 
 Index = tuple[slice | Tensor | int | None, ...]
 """Index of rows in a buffer."""

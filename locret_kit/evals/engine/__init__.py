@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 
 from ...files import as_object, locked, read_json
 from ...naming import prefixed_errors
-from ...settings import Resolved, RunSettings, annotations_of, checked, made
+from ...settings import Resolved, RunSettings
+from ...validation import annotations_of, build, validate
 from ..metrics import Answer
 from ..tasks.task import Example, Task
 
@@ -329,7 +330,7 @@ class Row(RunSettings):
         if missing:
             raise ValueError(f"a row needs {', '.join(KEY)}; it lacks {', '.join(missing)}")
         kinds = {name: kind for name, kind in annotations_of(Row).items() if name in record}
-        return made(cls, {name: checked(name, kind, record[name]) for name, kind in kinds.items()})
+        return build(cls, {name: validate(name, kind, record[name]) for name, kind in kinds.items()})
 
 
 def label_of(policy: str, heads: str) -> str:

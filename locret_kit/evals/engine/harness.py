@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 from ...engine import Answer, Sampling
 from ...naming import prefixed_errors
-from ...settings import made
 from ...text.template import render
 from ...text.tokens import stream_ids
+from ...validation import build
 from . import Setup, Variant
 from .measure import Forced, cache_for, nll_reading
 
@@ -168,7 +168,7 @@ def sampling_of(settings: Mapping[str, object]) -> Sampling:
     if given.get("num_beams") == 1:  # which some tasks write out
         del given["num_beams"]
     with prefixed_errors("generation_kwargs", ValueError):
-        sampling = made(Sampling, {"temperature": 0.0, **given})
+        sampling = build(Sampling, {"temperature": 0.0, **given})
     if settings["do_sample"] and sampling.temperature == 0:
         raise ValueError("generation_kwargs: do_sample=true needs temperature above 0, such as temperature=1.0")
     return sampling

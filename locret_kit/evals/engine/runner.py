@@ -20,7 +20,7 @@ from ...documents.document_text import hash_ids
 from ...engine import KVzip
 from ...naming import first_line
 from ...samples.haystack import TooShort
-from ...settings import made
+from ...validation import build
 from ..metrics import get_metric, library
 from ..tasks.task import NEEDS_REFERENCE, Example
 from . import BM25, KEY, ORACLES, Key, Row, Run, Variant, appending, is_oracle, read_rows, reads_alone
@@ -233,7 +233,7 @@ def _row(run: Run, example: Example, variant: Variant, fields: Fields) -> Row:
         hashed = hash_ids(example.ids)[:16]
         record |= {"depth": example.depth, "cut": example.cut, "tokens": len(example.ids), "prompt_hash": hashed}
         record |= {"answer": example.answer, "ending": example.extra.get("ending", "")}
-    return made(Row, record | fields).writable()
+    return build(Row, record | fields).writable()
 
 
 def _failed(run: Run, example: Example, variant: Variant, error: Exception) -> Row:

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from ...backbones.spec import BackboneSpec
 from ...files import CONFIG, WEIGHTS, read_folder, read_folder_config, write_folder
 from ...naming import prefixed_errors
-from ...settings import made
+from ...validation import build
 from ..base import Merge, Merged, Odd, Part, Positive, Score, Slots, rank_of
 from ..registry import part
 
@@ -64,7 +64,7 @@ class PoolConfig(Part):
     def for_backbone(cls, spec: BackboneSpec, backbone: str, slots: int, **rest: object) -> PoolConfig:
         """The configuration of a pool of ``slots`` slots for a backbone."""
         dimensions = {name: getattr(spec, name) for name in DIMENSIONS}
-        return made(cls, dict(backbone=backbone, slots=slots, **dimensions, **rest))
+        return build(cls, dict(backbone=backbone, slots=slots, **dimensions, **rest))
 
 
 class SlotConvolution(nn.Module):
@@ -135,7 +135,7 @@ def read_pool_config(folder: str | Path) -> PoolConfig:
     if version != FORMAT:
         raise ValueError(f"{folder / CONFIG} says format={version!r}, a pool says {FORMAT!r}")
     with prefixed_errors(str(folder / CONFIG), ValueError):
-        return made(PoolConfig, raw, "field")
+        return build(PoolConfig, raw, "field")
 
 
 def load_pool(folder: str | Path) -> ConvPool:

@@ -13,7 +13,7 @@ from ...backbones.libraries import forward
 from ...backbones.wrapped import unwrapped
 from ...cache.batch import Packed
 from ...cache.bounded import BoundedCache
-from ...policies.registry import Registry
+from ...registry import Registry, load_installed
 from .cpu import cpu_driver
 from .graph import CHUNKS, GraphDriver
 
@@ -120,7 +120,7 @@ class Decoding:
 
 def _chosen(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> Driver | str:
     """The driver that is asked for on the model's device, or why it cannot be."""
-    DRIVERS.load()
+    load_installed()
     asked = (make(model, cache, graph) for make in reversed(DRIVERS.values()))
     driver = next((one for one in asked if one is not None), PlainDriver(model))
     return driver if isinstance(driver, str) else driver.refusal(cache) or driver
