@@ -1,10 +1,11 @@
-"""List where pages break docs/writing.md: long sentences, long bullets, and phrases with a plain form.
+"""List where pages and docstrings break docs/writing.md: long sentences, long bullets, and phrases with a plain form.
 
-    scripts/check_prose.py [PAGES ...]     # those of the top and of docs/ by default
+    scripts/check_prose.py [FILES ...]     # pages of the top and of docs/, docstrings of locret_kit/ and kernels/ by default
 
-It advises: exit status 0 unless a page cannot be read. Tables, code and generated pages are left out.
+It advises: exit status 0 unless a file cannot be read. Tables, code and generated pages are left out.
 """
 
+import ast
 import re
 import sys
 from collections.abc import Iterator
@@ -20,10 +21,15 @@ PHRASES = {
     r"\bbeside\b": "besides, next to, with",
     r"\b(is|are|was|were) (told|said)\b": "reports, warns",
     r"(^|[.:;] )(Nor|Neither) (is|does|do|are|has|can)\b": "subject first",
+    r"\bas far as\b": "up to, where, if",
+    r"\bnothing but\b": "only",
+    r"^As code\b": "a docstring that stands alone",
 }
+SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields|Example|Examples|Note):$")
+Block = tuple[int, str]
 
 
-def blocks(text: str) -> Iterator[tuple[int, str]]:
+def blocks(text: str) -> Iterator[Block]:
     """Each paragraph or bullet with its first line's number; code, tables, headings and HTML left out."""
     number, lines, fenced = 0, [], False
     for i, line in enumerate([*text.splitlines(), ""], 1):
@@ -38,9 +44,23 @@ def blocks(text: str) -> Iterator[tuple[int, str]]:
             lines.append(line.strip())
 
 
+def docstrings(source: str) -> Iterator[Block]:
+    """Each paragraph of the docstrings of a module, those below an assignment too, with its first line's number."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines, inside = [line.removeprefix(" " * node.col_offset) for line in node.value.value.splitlines()], False
+            for i, line in enumerate(lines):  # an entry below "Args:" or the like is a paragraph, not code
+                inside = (inside and (not line or line.startswith(" "))) or bool(SECTION.match(line))
+                if inside:
+                    entry = line.startswith("    ") and not line.startswith("     ")
+                    lines[i] = "" if SECTION.match(line) else f"{'- ' * entry}{line.strip()}"
+            for number, block in blocks("\n".join(lines)):
+                yield node.lineno + number - 1, block
+
+
 def complaints(block: str) -> Iterator[str]:
     """Complaints about one paragraph or bullet."""
-    plain = re.sub(r"`[^`]*`", "code", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", block))
+    plain = re.sub(r"(`+)[^`]*\1", "code", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", block))
     if re.match(r"([-*]|\d+\.) ", plain) and (n := len(plain.split())) > BULLET + 1:
         yield f"bullet of {n} words: at most {BULLET}"
     for sentence in re.split(r"(?<=[.?!:])\s+(?=[A-Z*`(])", plain):
@@ -51,17 +71,21 @@ def complaints(block: str) -> Iterator[str]:
             yield f"'{found[0].strip()}': {better}"
 
 
-def main(pages: list[Path]) -> None:
+def report(file: Path) -> list[str]:
+    """``FILE:LINE: complaint`` for each complaint about a page, or about the docstrings of a Python file."""
+    text = file.read_text(encoding="utf-8")
+    name = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file
+    found = sorted(docstrings(text)) if file.suffix == ".py" else blocks(text)
+    return [f"{name}:{line}: {complaint}" for line, block in found for complaint in complaints(block)]
+
+
+def main(files: list[Path]) -> None:
     """Print a line for each complaint, and their number."""
-    found = [
-        f"{page.relative_to(ROOT)}:{n}: {said}"
-        for page in pages
-        for n, block in blocks(page.read_text(encoding="utf-8"))
-        for said in complaints(block)
-    ]
-    print(*found, f"{len(found)} in {len(pages)} pages", sep="\n")
+    lines = [line for file in files for line in report(file)]
+    print(*lines, f"{len(lines)} in {len(files)} files", sep="\n")
 
 
 if __name__ == "__main__":
-    default = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
-    main([Path(name).resolve() for name in sys.argv[1:]] or [page for page in default if page.name != "models.md"])
+    pages = (page for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")] if page.name != "models.md")
+    code = (file for folder in ("locret_kit", "kernels") for file in (ROOT / folder).rglob("*.py"))
+    main([Path(name).resolve() for name in sys.argv[1:]] or [*sorted(pages), *sorted(code)])

@@ -13,10 +13,11 @@ import pytest
 
 from locret_kit.cli.eval import COMMANDS
 from locret_kit.config import recipes
-from locret_kit.config.eval_options import load_eval_config
+from locret_kit.config.eval_options import EVAL, load_eval_config
 from locret_kit.config.infer_options import ASK, CHAT, INFER, INFO, KEPT, READ
-from locret_kit.config.schema import given_by
-from locret_kit.config.serve_options import PLAN, SERVE
+from locret_kit.config.recipes import TRAIN
+from locret_kit.config.schema import COMMON_OPTIONS, given_by, options_of
+from locret_kit.config.serve_options import PLAN, SERVE, VLLM, shared_out
 from locret_kit.config.train_options import PUBLISH
 from locret_kit.policies import grammar, registry
 
@@ -30,8 +31,14 @@ PAGES = {
     page: page.read_text(encoding="utf-8")
     for page in (*(ROOT / name for name in FIRST), *sorted((ROOT / "docs").rglob("*.md")), *LOGS)
 }
-SIMPLE = {command.name: command for command in (INFER, READ, INFO, ASK, KEPT, CHAT, PLAN, PUBLISH, SERVE)}
-KIT = (*SIMPLE, "locret-eval", "locret-train")
+SIMPLE = {command.name: command for command in (INFER, READ, INFO, ASK, KEPT, CHAT, PLAN, PUBLISH, SERVE, VLLM)}
+KIT = {**SIMPLE, "locret-eval": EVAL, "locret-train": TRAIN}
+OPTIONS = {name: {*options_of(command.schema), *command.aliases, *COMMON_OPTIONS} for name, command in KIT.items()}
+OTHERS = (
+    "max_model_len data_parallel_size tensor_parallel_size api_server_count max_num_batched_tokens enforce_eager "  # vLLM's
+    "logits_processors model_args held lengths prompts new_tokens "  # lm-evaluation-harness, scripts
+)
+"""Options of other programs that pages name without the program."""
 
 
 def table(header: str) -> list[list[str]]:
@@ -52,6 +59,8 @@ def commands() -> list[list[str]]:
         values = dict(re.findall(r"^(?:for )?(\w+)(?:=| in )(\S+)", block, re.M))
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(replaced(line, values), comments=True)
+            if words[:1] == ["for"] and "do" in words:
+                words = [word.rstrip(";") for word in words[words.index("do") + 1 : -1]]
             if words and words[0] in KIT:
                 found.append(words[: words.index("<")] if "<" in words else words)
     return found
@@ -87,9 +96,28 @@ def test_commands_are_understood(words):
     elif name == "locret-train":
         recipes.load_config(given)
     elif name != "locret-eval":
-        values = given_by(SIMPLE[name], given)
+        values = given_by(SIMPLE[name], shared_out(given)[0] if name == "locret-vllm" else given)
         if "policy" in values and "plugin" not in values:
             grammar.parse_policy(values["policy"])
+
+
+def test_options_in_sentences_exist():
+    """Those of a named command belong to it; keys of a training's sections, such as ``optim.steps``, too."""
+    keys = OPTIONS["locret-train"]
+    sections = {key.partition(".")[0] for key in keys if "." in key}
+    every = {*OTHERS.split(), *(name for names in OPTIONS.values() for name in names)}
+    pages = "".join(
+        text for page, text in PAGES.items() if page.is_relative_to(ROOT / "docs") or page.name == "README.md"
+    )
+    for code in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", pages, flags=re.S)):
+        first = code.split()[0]
+        assert first in KIT or not re.fullmatch(r"locret-[a-z]+", first), code
+        if first in KIT or first.startswith("--"):
+            given = {flag.replace("-", "_") for flag in re.findall(r"(?<!\S)--(?:no-)?([a-z][\w-]*)", code)}
+            known = every if first == "locret-vllm" else OPTIONS.get(first, every)
+            assert given <= {name.removeprefix("no_") for name in known}, code
+        if (key := re.match(r"(\w+)\.\w+(?==|$)", first)) and key[1] in sections:
+            assert key[0] in keys, code
 
 
 def test_no_line_replaces_a_clone_by_a_copy_of_it():
