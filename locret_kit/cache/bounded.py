@@ -15,9 +15,9 @@ from ..backbones.decoder_attention import same_rotation
 from ..backbones.intercept import active_handler
 from ..backbones.spec import StatefulCache, States
 from ..heads import RetainingHeads
-from ..policies import Policy
+from ..policies import EVIDENCE, Policy
 from ..policies.grammar import composed_of
-from ..settings import INT32_MAX, Resolved, RunSettings
+from ..settings import Resolved, RunSettings
 from . import view
 from .context import CacheCounters, Context, Pins, Stage
 from .due import Schedule
@@ -146,7 +146,7 @@ class BoundedCache(StatefulCache):
 
     # ---- copies and other texts ------------------------------------------------------------------------------------
 
-    def fork(self, prompt_length: int | None = None, *, local_len: int | None = None) -> Self:
+    def fork(self, prompt_length: int | None = None, *, local_len: int | None = None, evidence: bool = False) -> Self:
         """An independent copy that continues with another prompt of the same beginning. It serves a document that is
         read once and asked several questions. Heads, policy and model are shared, the buffers are copied.
 
@@ -155,6 +155,8 @@ class BoundedCache(StatefulCache):
         Args:
             prompt_length: tokens of the new prompt, those read so far included; None leaves it unknown.
             local_len: of the new prompt; this cache's by default.
+            evidence: whether the copy's slots sum up the attention that they receive from now on (`attention_received`). Sparse
+                prefill has none.
 
         Raises:
             ValueError: the tokens read so far reach into the new prompt's tail, a fresh run of the new prompt would have evicted
@@ -167,7 +169,7 @@ class BoundedCache(StatefulCache):
             settings = replace(settings, local_len=local_len)
         if prompt_length is None:
             settings = replace(settings, decode_every=None)
-        new = self._like(settings, self.policy, prompt_length)
+        new = self._like(settings, self.policy.watched() if evidence else self.policy, prompt_length)
         if self.state.layers:  # a model is bound
             self.state.check_fork(new.state, self.state.seen)
             new.state.take_over(self.state)
@@ -272,6 +274,28 @@ class BoundedCache(StatefulCache):
         none = torch.empty(1, heads, 0, dtype=torch.int32, device=self.context.model.device)
         kept = rows.kept() if rows.is_initialized else none
         return view.to_prompt_positions(self.reread_positions, self.schedule.prompt_length or 0, kept)
+
+    def attention_received(self) -> Tensor | None:
+        """Attention (float32, ``[seen]``) that the tokens in memory have received so far from themselves and those after, by
+        position in the prompt: means of the query heads of each group, summed over key/value heads and the later half of the
+        layers. None where no policy sums it up (``fork(evidence=True)`` does).
+
+        Early layers attend by place and form, late ones by what is asked for.
+        """
+        if EVIDENCE not in self.context.statistics:
+            return None
+        whole = [rows for rows in self.bounded if rows.statistics and rows.is_initialized]
+        total = torch.zeros(self.get_seq_length(), device=self.context.model.device)
+        number = self.context.statistics.index(EVIDENCE)
+        for rows in whole[len(whole) // 2 :]:
+            sums_HS, at_HS = rows.slots("stats")[number, 0], rows.slots("positions")[0].long()
+            total.index_add_(0, at_HS.flatten().to(total.device), sums_HS.flatten().to(total.device))
+        if not (again := self.reread_positions):
+            return total
+        # What was read again counts where it stands in the prompt.
+        end = self.schedule.prompt_length or 0
+        moved, total[end - len(again) : end] = total[end - len(again) : end].clone(), 0
+        return total.index_add_(0, torch.tensor(again, device=total.device), moved)
 
     @property
     def reread_positions(self) -> list[int]:

@@ -347,10 +347,9 @@ def layer_rows(
         capacity = layer.window if layer.chunked else layer.window - 1 + chunk
         return BoundedLayer(EqualRows(capacity), Plain(), layer.window, chunked=layer.chunked)
     codec = Plain() if bits is None else CODECS[str(bits)](bits, scratch, compiled, policy.keeps_everything)
-    statistics = recent = 0
-    if not policy.keeps_everything:
-        # Those of the group first, then of each of its query heads where the policy asks for them.
-        group = layer.n_heads // layer.n_kv_heads if policy.by_query_head else 0
-        statistics, recent = len(policy.statistics - {"count"}) * (1 + group), policy.recent(chunk)
+    # Those of the group first, then of each of its query heads where the policy asks for them.
+    group = layer.n_heads // layer.n_kv_heads if policy.by_query_head else 0
+    statistics = len(policy.statistics - {"count"}) * (1 + group)
+    recent = 0 if policy.keeps_everything else policy.recent(chunk)
     merges = policy.merge is not None and policy.merge.tracks_weight
     return BoundedLayer(LAYOUTS[policy.allocation.layout](capacity), codec, None, statistics, recent, merges=merges)

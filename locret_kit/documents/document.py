@@ -149,17 +149,18 @@ class Document:
             self._reader(self.model, ids[:end], cache, progress)
         self.text, self.cache = text, cache
 
-    def _fork(self, prompt_length: int, local_len: int) -> BoundedCache:
+    def _fork(self, prompt_length: int, local_len: int, *, evidence: bool = False) -> BoundedCache:
         """A cache for a prompt of n tokens. It is empty if the text must be read again."""
         run = replace(self.cache.run, local_len=local_len)
         try:
             if not self.cache.get_seq_length():
                 raise CannotFork("nothing is read yet")
-            return self.cache.fork(prompt_length, local_len=local_len)
+            return self.cache.fork(prompt_length, local_len=local_len, evidence=evidence)
         except CannotFork:
             if self.text.unknown:
                 raise
-            cache = BoundedCache(run, self.cache.policy, self.cache.heads, prompt_length=prompt_length)
+            policy = self.cache.policy.watched() if evidence else self.cache.policy
+            cache = BoundedCache(run, policy, self.cache.heads, prompt_length=prompt_length)
             cache.bind(self.model)
             cache.pin_all(self.cache.pins)
             return cache
@@ -170,6 +171,11 @@ class Document:
     def tokens(self) -> int:
         """Number of tokens read, with the chat template's before the text."""
         return self.text.tokens
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Tokens ``[start, end)`` of the text alone, without the chat template's before it."""
+        return DocumentText.begin(self.tokenizer, self.chat_template).tokens, self.tokens
 
     @property
     def ids(self) -> array[int]:
@@ -214,6 +220,7 @@ class Document:
         graph: bool | None = None,
         progress: Progress | None = None,
         max_thought_tokens: int = MAX_THOUGHT,
+        evidence: bool = False,
     ) -> Answer:
         """The answer to a question: ``for piece in document.ask("Who?"): print(piece, end="")``. ``str`` gives all of it.
 
@@ -231,6 +238,7 @@ class Document:
             graph: whether a CUDA graph decodes. Default: where it is possible.
             progress: called as ``progress(done, total)`` in tokens, while the question is read.
             max_thought_tokens: limit of the thought, in addition to ``max_new_tokens``.
+            evidence: whether ``answer.evidence`` has the passages that it was read from. It needs the document's text.
 
         Raises:
             ValueError: an empty question, or a repetition penalty without the text.
@@ -240,20 +248,21 @@ class Document:
             raise ValueError("the question is empty")
         self._check_sampling(sampling)
         ids = self.prompt(question)
-        cache = self.fork_for(len(ids))
+        cache = self.fork_for(len(ids), evidence=evidence)
         cache.pin_all(self.protected(ids))
         return Answer(
             self.model, self.tokenizer, ids, cache, max_new_tokens=max_new_tokens, sampling=sampling,
             seed=self.cache.settings.seed if seed is None else seed, graph=graph, progress=progress,
             thought=Thought.after(self.tokenizer, ids, max_tokens=max_thought_tokens),
+            text=self.span if evidence and self.has_text else None,
         )  # fmt: skip
 
-    def fork_for(self, prompt_length: int) -> BoundedCache:
+    def fork_for(self, prompt_length: int, *, evidence: bool = False) -> BoundedCache:
         """A copy of the cache for a prompt of ``prompt_length`` tokens (document and question), ready to read the rest."""
         local_len = self.cache.schedule.local_len
         if self.text.unknown:  # evictions before the tail must come after what was read
             local_len = min(local_len, prompt_length - self.cache.get_seq_length() - 1)
-        cache = self._fork(prompt_length, local_len)
+        cache = self._fork(prompt_length, local_len, evidence=evidence)
         self.reads += cache.get_seq_length() < self.cache.get_seq_length()
         return cache
 

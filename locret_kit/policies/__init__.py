@@ -79,6 +79,9 @@ def raised(budgets_BH: Tensor, least_BH: Tensor) -> Tensor:
 
 # ---- a policy ----
 
+EVIDENCE = "sum"
+"""The statistic of ``Policy.evidence``."""
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -101,6 +104,8 @@ class Policy:
     """None: evicted slots are not stored."""
     reread: base.Reread | None = None
     """None: the prompt's end is read once and sees every slot."""
+    evidence: bool = False
+    """Whether slots sum up the attention that they receive, although no part may read it: passages are found by it."""
 
     def __post_init__(self) -> None:
         """Raise ValueError where parts do not go together. Sparse prefill skips attention that others need. Besides recall, an
@@ -148,9 +153,10 @@ class Policy:
 
     @property
     def statistics(self) -> frozenset[str]:
-        """Running statistics that the parts read."""
+        """Running statistics that the parts read, and that of ``evidence``."""
         recall = frozenset() if self.recall is None else self.recall.statistics
-        return self.score.statistics.union(recall, *(scope.statistics for scope in self.scopes))
+        own = {EVIDENCE} if self.evidence else frozenset()
+        return self.score.statistics.union(recall, own, *(scope.statistics for scope in self.scopes))
 
     @property
     def by_query_head(self) -> bool:
@@ -166,6 +172,10 @@ class Policy:
     def at(self, budget: int) -> Policy:
         """The policy with its recall sized for a budget of n slots per head."""
         return self if self.recall is None else replace(self, recall=self.recall.at(budget))
+
+    def watched(self) -> Policy:
+        """The policy with ``evidence``; itself where sparse prefill leaves attention out."""
+        return self if self.sparse is not None else replace(self, evidence=True)
 
     def recent(self, chunk: int) -> int:
         """Number of the newest queries that must be kept at hand."""

@@ -18,6 +18,7 @@ from ..planning.fitting_settings import explain_oom
 from ..text.tokens import TextStream
 from .drivers import Decoding
 from .engine import Engine
+from .evidence import Passage, passages
 from .report import Report
 from .sampling import Sampling, stop_ids
 from .sequence import Request, Sequence
@@ -138,6 +139,7 @@ class Answer:
         stop: ids that end it; by default those that the model and the tokenizer name.
         graph: whether a CUDA graph is used; None uses one where it is possible.
         choose, on_prompt, thought: see ``Request``.
+        text: tokens ``[start, end)`` of the text that ``evidence`` is looked for in; None has no evidence.
 
     Attributes:
         tokens: ids so far. stopped_by: the id of ``stop`` that ended it, if one did.
@@ -165,6 +167,7 @@ class Answer:
         choose: Callable[[Tensor], int] | None = None,
         on_prompt: Callable[[Tensor, int], None] | None = None,
         thought: Thought | None = None,
+        text: tuple[int, int] | None = None,
     ) -> None:
         """Check the settings and bind the cache; nothing is read yet. ``choose`` takes logits ``[V]``, ``on_prompt``
         logits ``[T, V]``."""
@@ -175,7 +178,9 @@ class Answer:
             cache.bind(model)
         if graph:
             Decoding(model, cache, graph)  # raises before minutes of prefill
-        self.cache, self.ids, self.thought = cache, ids, thought
+        self.cache, self.ids, self.thought, self._about = cache, ids, thought, text
+        self.tokenizer = tokenizer
+        self._received: Tensor | None = None
         self.tokens: list[int] = []
         self.stopped_by: list[int] = []
         self.finish_reason: str | None = None
@@ -209,6 +214,15 @@ class Answer:
             raise RuntimeError("this answer was left before its end, so there is no report of it")
         return self._report
 
+    @property
+    def evidence(self) -> list[Passage]:
+        """Up to three passages of the text that the answer's tokens attended to most, the highest share first; reads the
+        answer to its end. Empty without ``text``, and where the cache does not sum attention up (``BoundedCache.fork``)."""
+        str(self)
+        if self._about is None or self._received is None:
+            return []
+        return passages(self.tokenizer, self.ids, self._received, *self._about)
+
     def _write(
         self, engine: Engine, request: Request, text: TextStream, progress: Callable[[int, int], None] | None
     ) -> Generator[str, None, None]:
@@ -218,6 +232,7 @@ class Answer:
             sequence = engine.add(request, lambda: cache)
             _read(engine, sequence, cache, progress)
             prefilled, kept = time.perf_counter(), cache.kept_rows
+            before_answer = None if self._about is None else cache.attention_received()
             self.first_token_s = sequence.first_token_s or 0.0
             for token in written(engine, sequence):
                 self.tokens.append(token)
@@ -225,6 +240,11 @@ class Answer:
             if self.thought is not None:
                 self.thought.end()
             last = [*self._said(text.end())]
+        if before_answer is not None and (received := cache.attention_received()) is not None:
+            # Of the answer's tokens alone; of the question's where the answer is a single token, which nobody read.
+            # What was evicted meanwhile has less than before.
+            read = len(received) > len(before_answer)
+            self._received = received[: len(ids)] - before_answer if read else received
         self.finish_reason = "stop" if sequence.finish_reason == "stop" else "length"
         self.stopped_by = sequence.stopped_by
         self._report = Report.of(

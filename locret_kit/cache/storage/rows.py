@@ -337,7 +337,8 @@ class BoundedLayer(CacheLayerMixin):
                 new = torch.empty(*self.layout.shape(self.capacity), *row, dtype=dtype, device=self.device)
                 new[held] = old[held]
                 setattr(self.holder(name), name, new)
-            self.stats = self.stats.new_empty(self.statistics, *self.layout.shape(self.capacity))
+            old, self.stats = self.stats, self.stats.new_empty(self.statistics, *self.layout.shape(self.capacity))
+            self.stats[stacked(held)] = old[stacked(held)]
             self.codec.grow()
 
     # ---- what the rest of transformers asks ----------------------------------------------------------------------
@@ -463,6 +464,10 @@ def copy_rows(rows: BoundedLayer, other: BoundedLayer, share: tuple[int, int] = 
     if not other.is_initialized:
         return
     counts, tensors = export_rows(other)
+    if added := rows.statistics - other.statistics:  # one more of each group of heads, the last, and nothing in it yet
+        old = tensors.get("stats", other.stats[:0, ...])
+        old = old.reshape(added, other.statistics // added, *tensors["positions"].shape)
+        tensors["stats"] = torch.cat([old, old.new_zeros(added, 1, *old.shape[2:])], dim=1).flatten(0, 1)
     (number, shares), H = share, other.layout.H // share[1]
     if shares > 1:
         own = slice(number * H, (number + 1) * H)

@@ -1,0 +1,78 @@
+"""Passages of a text that an answer was read from: where its tokens attended most among the tokens in memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ..text.folder import HEADING
+
+WINDOW = 48
+"""Tokens of a passage, before it grows to whole sentences or lines."""
+GROWTH = 240
+"""Most characters that it grows by, on either side."""
+_END = re.compile(r"(?<=[.!?])\s|\n")
+_HEADING = re.compile(f"^{re.escape(HEADING.strip())}$".replace(re.escape("{path}"), "(?P<path>.+)"), re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A passage of a text."""
+
+    text: str
+    line: int
+    """Its first line, from 1; of the file where the text is a folder's."""
+    share: float
+    """Share of the answer's attention to the text that its tokens received, 0 to 1."""
+    file: str = ""
+    """Path of its file, in a folder's text."""
+
+    def __str__(self) -> str:
+        """``path, line N: text``"""
+        return f"{self.file + ', ' if self.file else ''}line {self.line}: {' '.join(self.text.split())}"
+
+
+def passages(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], received: Tensor, start: int, end: int, most: int = 3
+) -> list[Passage]:
+    """The passages of a prompt that received most attention, the highest share first, without overlap.
+
+    Args:
+        ids: the prompt. received: attention ``[P]`` that each of its tokens received from the answer's.
+        start, end: tokens of the text in the prompt. most: number of passages, at most.
+    """
+    weights = received[start:end].clamp(min=0).double()
+    weights[: max(0, 4 - start)] = 0  # the prompt's first tokens take attention that nothing else wants
+    if not len(weights) or not (whole := float(weights.sum())):
+        return []
+    size = min(WINDOW, len(weights))
+    sums, chosen = weights.unfold(0, size, 1).sum(-1), list[tuple[int, float]]()
+    for _ in range(most):
+        first = int(sums.argmax())
+        if sums[first] <= 0:
+            break
+        chosen.append((first, float(sums[first]) / whole))
+        sums[max(0, first - size + 1) : first + size] = 0
+    return [_passage(tokenizer, ids, start + first, start + first + size, start, end, share) for first, share in chosen]
+
+
+def _passage(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], first: int, last: int, start: int, end: int, share: float
+) -> Passage:
+    """Tokens ``[first, last)`` with what completes their sentences or lines, in the text ``[start, end)``."""
+    before, inside, after = (
+        str(tokenizer.decode(list(ids[a:b]), clean_up_tokenization_spaces=False))
+        for a, b in ((start, first), (first, last), (last, min(end, last + GROWTH)))
+    )
+    ends = [match.end() for match in _END.finditer(before, max(0, len(before) - GROWTH))]
+    cut = ends[-1] if ends else max(0, len(before) - GROWTH) if len(before) > GROWTH else 0
+    rest = _END.search(after, 0, GROWTH)
+    text = before[cut:] + inside + after[: rest.start() if rest else GROWTH]
+    above = before[:cut] + text[: len(text) - len(text.lstrip())]
+    headings = [*_HEADING.finditer(above)]
+    line = above.count("\n", headings[-1].end() if headings else 0) + (not headings)
+    return Passage(text.strip(), line, share, headings[-1]["path"] if headings else "")

@@ -1,0 +1,97 @@
+"""Passages that an answer was read from. The oracle is the attention that transformers gives of the same tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from read_texts import QUESTIONS, REREADING, load, parts, read, text_of
+
+from locret_kit import BoundedCache
+from locret_kit.runtime.evidence import WINDOW, passages
+from locret_kit.runtime.session import Answer, prefill
+from locret_kit.text.folder import HEADING
+
+POLICIES = ("full", "locret", "h2o", "roco", "ada-snapkv", "nacl", "infllm", REREADING)
+
+
+def attention_of(model, ids: list[int], first: int) -> torch.Tensor:
+    """Attention ``[first]`` that the tokens before ``first`` receive from all later ones: means of groups, summed over key/value
+    heads and the later half of the layers, from the model's own eager attention."""
+    group = model.config.num_attention_heads // model.config.num_key_value_heads
+    chosen, model.config._attn_implementation = model.config._attn_implementation, "eager"
+    try:
+        given = model(torch.tensor([ids]), output_attentions=True).attentions
+    finally:
+        model.config._attn_implementation = chosen
+    return torch.stack(given[len(given) // 2 :]).double()[:, 0, :, first:, :first].sum((0, 1, 2)) / group
+
+
+def test_attention_is_the_models():
+    model = parts("llama")[0]
+    document = read("llama", "full", text_of(160))
+    answer = document.ask(QUESTIONS[0], max_new_tokens=6, evidence=True)
+    assert answer.evidence
+    ids, tokens = list(answer.ids), answer.tokens
+    expected = attention_of(model, ids + tokens[:-1], len(ids))
+    torch.testing.assert_close(answer._received.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "policy, bits", [*((policy, None) for policy in POLICIES), ("h2o", 4), ("full", 4), ("locret", 2)]
+)
+def test_answers_stay_the_same(policy, bits):
+    document = read("llama", policy, text_of(160), budget=128, chunk=64, stabilizers=32, kv_bits=bits)
+    for question in QUESTIONS:
+        plain, shown = document.ask(question, max_new_tokens=8), document.ask(question, max_new_tokens=8, evidence=True)
+        assert str(plain) == str(shown) and plain.tokens == shown.tokens
+        assert plain.evidence == [] and 1 <= len(shown.evidence) <= 3
+        shares = [one.share for one in shown.evidence]
+        assert shares == sorted(shares, reverse=True) and 0 < sum(shares) <= 1 + 1e-6
+
+
+def test_what_is_read_again_counts_at_its_place_in_the_prompt():
+    document = read("llama", REREADING, text_of(160))
+    answer = document.ask(QUESTIONS[0], max_new_tokens=4, evidence=True)
+    str(answer)
+    again = answer.cache.reread_positions
+    received = answer.cache.attention_received()
+    elsewhere = torch.ones(len(answer.ids), dtype=torch.bool)
+    elsewhere[again] = False
+    assert again and not received[: len(answer.ids)][elsewhere].any() and received[again].any()
+
+
+def test_passages_are_lines_of_files(tmp_path):
+    _, tokenizer, _ = parts("llama")
+    lines = [f"Line {number} of this file has a word." for number in range(40)]
+    text = "".join(HEADING.format(path=path) + "\n".join(lines) + "\n\n" for path in ("a.py", "sub/b.py"))
+    before, ids = (
+        tokenizer("x", add_special_tokens=False).input_ids,
+        tokenizer(text, add_special_tokens=False).input_ids,
+    )
+    target = text.rindex("Line 21 of")
+    at = len(tokenizer(text[:target], add_special_tokens=False).input_ids)
+    received = torch.zeros(len(before) + len(ids))
+    received[len(before) + at + WINDOW // 2] = 1
+    (found,) = passages(tokenizer, before + ids, received, len(before), len(before) + len(ids))
+    assert found.file == "sub/b.py" and found.share == 1
+    first, last = found.text.splitlines()[0], found.text.splitlines()[-1]
+    assert first in lines and last in lines  # whole lines
+    assert found.line == lines.index(first) + 1
+
+
+def test_no_text_no_evidence(tmp_path):
+    document = read("llama", "h2o", text_of(160))
+    document.save(tmp_path / "text.locret", text=False)
+    assert (
+        load(tmp_path / "text.locret", "h2o", "llama").ask("Who came in?", max_new_tokens=4, evidence=True).evidence
+        == []
+    )
+
+
+def test_a_cache_without_sums_says_none():
+    model, tokenizer, _ = parts("llama")
+    cache = BoundedCache(24, "snapkv")
+    prefill(model, [1, 2, 3, 4], cache)
+    assert cache.attention_received() is None
+    answer = Answer(model, tokenizer, [1, 2, 3, 4, 5], BoundedCache(24, "snapkv"), max_new_tokens=2, text=(0, 3))
+    assert answer.evidence == []
