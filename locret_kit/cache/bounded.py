@@ -17,7 +17,7 @@ from ..backbones.spec import StatefulCache, States
 from ..heads import RetainingHeads
 from ..policies import EVIDENCE, Policy
 from ..policies.grammar import composed_of
-from ..settings import Resolved, RunSettings
+from ..settings import INT32_MAX, Resolved, RunSettings
 from . import view
 from .context import CacheCounters, Context, Pins, Stage
 from .due import Schedule
