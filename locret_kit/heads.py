@@ -361,11 +361,8 @@ def _config_of(stored: Stored, backbone: str | None) -> HeadsConfig:
             raise ValueError("it is a backbone, not retaining heads: give it as --model (or model=)")
         if raw.get("format", FORMAT) != FORMAT:
             raise ValueError(f"format={raw['format']!r} must be {FORMAT!r}")
-        if (form := raw.get("form", "mlp")) != "mlp":
-            raise ValueError(
-                f"form={form} was tried and lost to the paper's MLP; commit 4ec06cb is the last that reads it"
-            )
-        own = {name: value for name, value in raw.items() if name not in ("format", "form", HASH)}
+        known = (("form", "mlp"), ("format", FORMAT))  # other forms were tried and lost to the paper's MLP
+        own = {name: value for name, value in raw.items() if (name, value) not in known and name != HASH}
         return build(HeadsConfig, own, "field")
 
 

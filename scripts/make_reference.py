@@ -447,7 +447,7 @@ SOURCES = {
     "locret_kit/config/train_options.py": "commands/locret-train.md",
     "locret_kit/config/infer_options.py": "files.md#prompts-of-a-batch", "locret_kit/serving/request.py": "metrics.md",
     "locret_kit/documents/document.py": "python.md#document", "locret_kit/evals/tasks/__init__.py": "tasks.md",
-    "locret_kit/policies/methods": "policies.md", "locret_kit/policies/base.py": "python.md#entry",
+    "locret_kit/policies/methods": "policies.md", "locret_kit/policies/slots.py": "python.md#entry",
 }  # fmt: skip
 """Code that the committed pages link to, and the page of ``reference/`` to which such a link leads on the site."""
 

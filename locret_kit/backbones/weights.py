@@ -316,10 +316,9 @@ def identity_of(model: PreTrainedModel) -> dict[str, object]:
     model, config = unwrapped(model), text_config(model)
     known = config.to_dict()  # a size that differs from layer to layer is no attribute
     fields = {name: known[name] if name in known else getattr(config, name, None) for name in CONFIG}
+    path = Path(str(config._name_or_path))
     return {
-        "name": Path(str(config._name_or_path)).name
-        if Path(str(config._name_or_path)).is_absolute()
-        else config._name_or_path,
+        "name": path.name if path.is_absolute() else config._name_or_path,
         "revision": getattr(config, "_commit_hash", None),
         "config": json.loads(json.dumps({name: value for name, value in fields.items() if value is not None})),
         "weight_bits": weight_bits_of(model) or gguf_types(config),

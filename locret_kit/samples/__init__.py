@@ -285,10 +285,12 @@ def encode_chat(
         cut: the part of a message that goes, its 'middle' (head and tail stay) or its 'end'.
 
     Raises:
-        ValueError: for a malformed message, a slow tokenizer, a template that hides a message or refuses the
+        ValueError: for an empty answer, a slow tokenizer, a template that hides a message or refuses the
             conversation, or one that does not fit `max_tokens` without cutting answers.
     """
-    _check(messages)
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant" and not message["content"].strip():
+            raise ValueError(f"messages[{i}]['content']={message['content']!r} is an empty answer")
     if max_tokens is not None:
         short = [_ends(message, CHARACTERS * max_tokens) for message in messages]
         if short != list(messages):
@@ -333,15 +335,6 @@ def _ends(message: dict, size: int) -> dict:
     if message["role"] == "user":
         return {**message, "content": content[:size] + content[-size:]}
     raise ValueError(f"the {message['role']}'s message has {len(content)} characters, which are never cut")
-
-
-def _check(messages: Sequence[dict]) -> None:
-    for i, message in enumerate(messages):
-        for field in ("role", "content"):
-            if not isinstance(message.get(field), str):
-                raise ValueError(f"messages[{i}][{field!r}]={message.get(field)!r} must be a string")
-        if message["role"] == "assistant" and not message["content"].strip():
-            raise ValueError(f"messages[{i}]['content']={message['content']!r} is an empty answer")
 
 
 def _located(text: Traced, index: int, message: Mapping[str, str]) -> Span:

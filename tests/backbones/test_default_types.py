@@ -31,7 +31,7 @@ from locret_kit.evals.engine import read_rows
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import Answer
 
-DEFAULTS = ("float64", "bfloat16", "float16", "meta")
+DEFAULTS = ("float64", "bfloat16", "meta")
 SETTINGS = dict(chunk=13, stabilizers=4, local_len=5)
 APART = (
     "recall", "infllm", "minference", "rereading-locret(tokens=12,window=4,kernel=3,first=2)",

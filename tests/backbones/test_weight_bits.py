@@ -109,10 +109,9 @@ def test_scratch_is_planned():
     assert "project" not in plain and eight["project"] < four["project"]
 
 
-@pytest.mark.parametrize("kind", ["llama", "phi3"])
-def test_the_peak_of_a_step_with_4_bits(kind, tmp_path):
+def test_the_peak_of_a_step_with_4_bits(tmp_path):
     """Whole steps on a CPU, whose kernels dequantise a matrix as a GPU's do for many tokens."""
-    config = AutoConfig.for_model(kind, vocab_size=97, max_position_embeddings=2048, pad_token_id=0, **LARGER)
+    config = AutoConfig.for_model("phi3", vocab_size=97, max_position_embeddings=2048, pad_token_id=0, **LARGER)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model = quantised(tmp_path, 4, torch.float32)
     for module in model.modules():

@@ -1,5 +1,5 @@
-"""Heads of ten kinds of decoder: training lowers the loss; what was trained is saved, loaded, runs within its budget and serves.
-That caches of these kinds are saved, batched and planned, ``test_architectures.py`` holds."""
+"""Heads of four kinds of decoder: training lowers the loss; what was trained is saved, loaded, runs within its budget and serves.
+What a step learns, and that caches of every kind are saved, batched and planned, ``test_architectures.py`` holds."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ from locret_kit.settings import RunSettings
 from locret_kit.training.module import HeadTraining
 
 KINDS = {
-    "plain": "llama", "experts": "qwen3_moe", "sinks": "gpt_oss", "soft cap": "gemma2", "latent": "deepseek_v3",
-    "shared keys": "gemma4_text shared", "gated delta rule": "qwen3_next", "short convolutions": "lfm2",
-    "Mamba 2": "falcon_h1", "layers without positions": "smollm3 no positions",
+    "experts": "qwen3_moe", "latent": "deepseek_v3", "shared keys": "gemma4_text shared", "gated delta rule": "qwen3_next",
 }  # fmt: skip
 STEPS, BUDGET, NEW = 20, 48, 6
 SETTINGS = RunSettings(budget=BUDGET, chunk=32, stabilizers=4, local_len=8)

@@ -96,12 +96,12 @@ def test_the_unit_of_scores_is_said():
     assert units == ["logit", "log_prob", "log_prob"]
 
 
-def test_heads_of_a_form_that_there_was_are_one_sentence(tmp_path):
+def test_heads_of_a_form_that_there_was_are_refused(tmp_path):
     heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(tiny_model("llama").config), "tiny", 6))
     heads.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "form": "sink"}))
-    with pytest.raises(ValueError, match="form=sink was tried .* commit 4ec06cb is the last that reads it"):
+    with pytest.raises(ValueError, match="unknown field .form."):
         RetainingHeads.from_pretrained(tmp_path)
     file.write_text(json.dumps({**json.loads(file.read_text()), "form": "mlp"}))
     assert RetainingHeads.from_pretrained(tmp_path).config == heads.config

@@ -34,13 +34,8 @@ class Cis(Score):
     per_token: ClassVar[bool] = True
 
     def score_new_tokens(self, entry: Entry) -> Tensor:
-        """Scores ``[B, H, T]`` of the retaining head, plus the decay.
-
-        Raises:
-            ValueError: no retaining heads.
-        """
-        if entry.head is None:
-            raise ValueError("score=cis needs retaining heads")
+        """Scores ``[B, H, T]`` of the retaining head, plus the decay."""
+        assert entry.head is not None  # needs_heads
         score_BHT = entry.head(entry.q, entry.k, entry.v, entry.linear)
         if not self.decay:
             return score_BHT
