@@ -13,9 +13,10 @@ import torch
 from . import backend
 from .column_stats import STATISTICS
 from .decoder_step import RowProducts
-from .enter import HeadProduct, RowBuffers, Scales
+from .enter import HeadProduct, Levels, RowBuffers
 from .product import FORMATS, format_of
-from .ragged_decode import Angles, Float8Rows, PackedRows, Rotation, Spans, angle_steps
+from .quantise import CHANNELS
+from .ragged_decode import Angles, ByteRows, PackedRows, Rotation, Spans, angle_steps
 from .sparse_attend import Blocks
 
 
@@ -105,9 +106,9 @@ def cases(name: str, at: Shape, device: torch.device) -> Iterator[Case]:
 
     flat = (k.reshape(-1, D), v.reshape(-1, D))
     codes = [torch.zeros(H * S, D, dtype=torch.uint8, device=device) for _ in range(2)]
-    scales = Scales(*x(2, H, dtype=torch.float32).exp2(), torch.zeros(2, dtype=torch.int64, device=device))
+    levels = Levels(*(x(H * S, D // CHANNELS, dtype=torch.float16) for _ in range(4)))
     # A chunk and a token, with a head, in 8 bits, and with statistics.
-    kinds_of_rows = (0, flat, None), (0, codes, scales), (2, flat, None)
+    kinds_of_rows = (0, flat, None), (0, codes, levels), (2, flat, None)
     for n, (kinds, rows, coded) in ((n, one) for n in (T, 1) for one in kinds_of_rows):
         places = torch.zeros(H * S, dtype=torch.int32, device=device), x(H * S, dtype=torch.float32)
         buffers = RowBuffers(*rows, *places, x(kinds, H * S, dtype=torch.float32), coded)
@@ -158,8 +159,9 @@ def cases(name: str, at: Shape, device: torch.device) -> Iterator[Case]:
     spans = Spans(torch.arange(H, device=device)[None] * S, lengths, S)
     angles = Angles(*[angle_steps(x(D // 2, dtype=torch.float32), S)] * 2)
     placed = Rotation(table, table, place.flatten())
-    codes = tuple(torch.randint(0, 0x7F, (H * S, D), dtype=torch.uint8, device=device) for _ in range(2))
-    eight = Float8Rows(*codes, *(torch.full((H,), 2.0**-6, dtype=torch.float32, device=device) for _ in range(2)))
+    codes = tuple(torch.randint(0, 256, (H * S, D), dtype=torch.uint8, device=device) for _ in range(2))
+    steps = [x(H * S, D // CHANNELS, dtype=torch.float32).abs().half() / 64 for _ in range(2)]
+    eight = ByteRows(*codes, steps[0], -128 * steps[0], steps[1], -128 * steps[1])
     four, two = (packed_rows(H, S, D, bits, device) for bits in (4, 2))
     turned = ((", turned", flat, angles), (" 8 bits, turned", eight, angles), (" 4 bits", four, angles))
     others = (

@@ -34,7 +34,7 @@ from . import step, view
 from .context import CacheCounters, Context, Pins, Stage, make_layers
 from .options import CacheOptions, checked_arguments
 from .stages import stages_of
-from .storage.codec import BITS, Float8, Scratch, check_storage
+from .storage.codec import BITS, Scratch, check_storage
 from .storage.rows import BoundedLayer, copy_rows
 
 # ---- conditions under which a copy of a cache may go on with another prompt of the same beginning -------------------
@@ -578,13 +578,6 @@ class BoundedCache(StatefulCache, Handler):
     def kept_rows(self) -> list[int]:
         """Rows a head holds now (on average where heads differ), per layer."""
         return [layer.rows for layer in self.bounded]
-
-    @property
-    def clipped(self) -> int:
-        """Numbers of keys and values beyond the range of 8 bits (``kv_bits=8``). The host waits for the device."""
-        return sum(
-            int(rows.codec.clipped.sum()) for rows in self.bounded if isinstance(rows.codec, Float8) and rows.seen
-        )
 
     @property
     def nbytes(self) -> int:

@@ -12,39 +12,10 @@
 #include <vector>
 
 #include "layout.h"
+#include "levels.h"
 
 namespace {
 
-constexpr float HALF_MAX = 65504, SUBNORMAL = 5.9604644775390625e-8f, ROUNDING = 0.0009765625f;
-
-f16 half(float x) { // of numbers within its range, to the nearest, ties to even
-    uint32_t bits, sign;
-    memcpy(&bits, &x, 4);
-    sign = bits >> 16 & 0x8000, bits &= 0x7fffffff;
-    if (bits < 0x38800000) { // below 2^-14: multiples of 2^-24
-        float size;
-        memcpy(&size, &bits, 4);
-        return {uint16_t(sign | uint32_t(std::nearbyint(size / SUBNORMAL)))};
-    }
-    bits += 0xfff + (bits >> 13 & 1);
-    return {uint16_t(sign | ((bits >> 13) - (112 << 10)))};
-}
-float within(float x, float lo) { return std::min(std::max(x, lo), HALF_MAX); }
-
-struct Levels { f16 step, zero; };
-Levels levels(float lo, float hi, int bits) {
-    float most = float((1 << bits) - 1);
-    f16 zero = half(within(lo, -HALF_MAX));
-    if (number(zero) > lo) zero = half(within(lo - std::fabs(lo) * ROUNDING - SUBNORMAL, -HALF_MAX));
-    float reach = hi - number(zero), each = reach / most;
-    f16 step = half(within(each, SUBNORMAL));
-    if (reach > (most + 0.5f) * number(step)) step = half(std::min(each * (1 + ROUNDING) + SUBNORMAL, HALF_MAX));
-    return {step, zero};
-}
-float code(float x, Levels by, int bits) {
-    // 0 of what is no number: the first argument is what such a comparison leaves.
-    return std::nearbyint(std::min(std::max(0.0f, (x - number(by.zero)) / number(by.step)), float((1 << bits) - 1)));
-}
 // Codes of a row of keys, each channel by its own step and zero point.
 void encode(const float *x, const f16 *zero, const f16 *step, i64 D, int bits, uint8_t *to) {
     const float most = float((1 << bits) - 1), whole = 12582912; // a number becomes whole, ties to even, where that is added
