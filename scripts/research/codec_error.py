@@ -21,9 +21,14 @@ from locret_kit.backbones.libraries import CACHE
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def read(model: torch.nn.Module, ids: torch.Tensor, last: int, bits: int | None) -> tuple[list[torch.Tensor], torch.Tensor]:
+def read(
+    model: torch.nn.Module, ids: torch.Tensor, last: int, bits: int | None
+) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Keys and values of all layers, and log-probabilities ``[last, V]`` of the tokens after the last ones."""
-    cache, logits = BoundedCache(64, "full", chunk=256, prompt_length=ids.shape[1], kv_bits=bits, backend="reference"), []
+    cache, logits = (
+        BoundedCache(64, "full", chunk=256, prompt_length=ids.shape[1], kv_bits=bits, backend="reference"),
+        [],
+    )
     with attach(model), torch.inference_mode():
         for piece in (*ids[:, :-last].split(256, 1), *ids[:, -last:].split(1, 1)):
             logits.append(model(input_ids=piece, **{CACHE: cache}).logits[0, -1])
@@ -40,13 +45,17 @@ def main() -> None:
     parser.add_argument("--last", type=int, default=256)
     args = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    ids = AutoTokenizer.from_pretrained(args.model)(args.text.read_text(), return_tensors="pt").input_ids[:, : args.tokens]
+    ids = AutoTokenizer.from_pretrained(args.model)(args.text.read_text(), return_tensors="pt").input_ids[
+        :, : args.tokens
+    ]
     exact, truth = read(model, ids, args.last, None)
     for bits in args.bits:
         rows, found = read(model, ids, args.last, bits)
         keys, values = ((x - y).norm() / y.norm() for x, y in zip(rows, exact, strict=True))
         divergence = F.kl_div(found, truth, log_target=True, reduction="batchmean")
-        print(f"{bits} bits: keys {keys:.4f}, values {values:.4f}, divergence {divergence:.2e} nats, of {ids.shape[1]} tokens")
+        print(
+            f"{bits} bits: keys {keys:.4f}, values {values:.4f}, divergence {divergence:.2e} nats, of {ids.shape[1]} tokens"
+        )
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def test_new_tokens_become_rows(functions, dtype, T, H, D, V, R, kinds, scored, 
 @DTYPE
 @pytest.mark.parametrize("T", [1, 40])
 def test_new_rows_in_eight_bits(functions, dtype, T):
-    """Within half a step that is no wider than the range asks, for numbers of all sizes, constant ones and those above float16's."""
+    """Within half a step that is no wider than the range asks: numbers of all sizes, constant ones, and one above float16's."""
     H, D, V, generator = 3, 64, 96, torch.Generator().manual_seed(T)
     x = torch.randn(H, T, D + V, generator=generator) * 2.0 ** torch.randint(-20, 12, (H, T, 1), generator=generator)
     x[0, 0, :32], x[1, 0, :32], x[2, 0, 5] = 0.0, -3.3, 1e5

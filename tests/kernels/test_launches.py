@@ -36,7 +36,7 @@ def test_launches_and_bytes_of_a_layer(name, most):
 
 
 def test_rows_in_eight_bits_take_no_launch_more():
-    """A token in 8 bits takes the launches of one in 16, and all layers are cut at once: steps and zero points move beside codes."""
+    """A token in 8 bits takes the launches of one in 16, and all layers are cut at once, levels beside codes."""
     config, setting = tool.setting_of("phi3-mini")
     plain, eight = (tool.record(config, replace(setting, run=replace(setting.run, kv_bits=bits))) for bits in (None, 8))
     names = [[[x.operator for x in some] for some in run] for run in (eight, plain)]

@@ -47,7 +47,9 @@ def _activated(x):
 
 
 @triton.jit
-def _store(x, keep, base, step, zero, to, D: tl.constexpr, CODED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
+def _store(
+    x, keep, base, step, zero, to, D: tl.constexpr, CODED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """Store rows ``x [BT, BD]``: as they are, or as codes of 8 bits with a step and a zero point for ``CODED`` channels."""
     columns = tl.arange(0, BLOCK_D)[None, :]  # [1, BD]
     if CODED:
@@ -66,7 +68,10 @@ def _store(x, keep, base, step, zero, to, D: tl.constexpr, CODED: tl.constexpr, 
         y = (tl.minimum(tl.maximum(y, 0.0), 255.0) + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
         x = tl.reshape(y, [BLOCK_T, BLOCK_D])
         group = tl.arange(0, GROUPS)[None, :]  # [1, GROUPS]
-        at, inside = to[:, None] * (D // CODED) + group, (tl.sum(keep.to(tl.int32), 1) > 0)[:, None] & (group < D // CODED)
+        at, inside = (
+            to[:, None] * (D // CODED) + group,
+            (tl.sum(keep.to(tl.int32), 1) > 0)[:, None] & (group < D // CODED),
+        )
         tl.store(step + at, size, mask=inside)
         tl.store(zero + at, low, mask=inside)
     tl.store(base + to[:, None] * D + columns, x.to(base.dtype.element_ty), mask=keep)
@@ -148,8 +153,10 @@ def enter_rows(
         given, form = score[0], GIVEN.value
         strides = given.stride()
     coded = 0 if rows.levels is None else D // rows.levels.key_step_NC.shape[1]
-    if coded and (coded & (coded - 1) or V != coded * rows.levels.value_step_NC.shape[1]):
-        raise ValueError(f"{coded} channels that share a step must be a power of two, for keys and values (backend='triton')")
+    if coded and (coded & (coded - 1) or coded * rows.levels.value_step_NC.shape[1] != V):
+        raise ValueError(
+            f"{coded} channels that share a step must be a power of two, for keys and values (backend='triton')"
+        )
     levels = rows.levels or (k_HTD,) * 4
     block_t, block_h, each = 1 if T <= FEW else 16, max(16, triton.next_power_of_2(H)), _form(at, 2) == EACH.value
     block_r = triton.next_power_of_2(R) if form == ALONE.value else max(64, min(256, 8192 // block_h))
