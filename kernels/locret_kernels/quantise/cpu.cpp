@@ -70,7 +70,7 @@ struct Group { // of a layer
     const Weights *tail_keys, *tail_values; // [H, tail_room, D]
     const float *hadamard;              // [D, D]
     i64 heads, rows, capacity, channels, bits, groups, value_group, tail, ready, full, pairs, type; // type: as `TYPES`
-    Weights *keys, *values; // [H, room, D]: all rows as they are read back, the tail's too; null where the tail alone is at hand
+    Weights *keys, *values; // [H, room, D]: all rows as they are read back, the tail's too
     i64 tail_room, room;
 };
 }
@@ -139,18 +139,7 @@ struct Head {
 
     void read() {
         keys.resize(S * D);
-        std::vector<uint8_t> codes(D);
-        for (i64 s = 0; s < S; s++) {
-            float *to = keys.data() + s * D;
-            if (g.keys) take(g, g.keys, (h * g.room + s) * D, to);
-            else if (s >= first) take(g, g.tail_keys, (h * g.tail_room + s - first) * D, to);
-            else key(s, codes.data(), to);
-            for (i64 d = 0; !g.keys && s < first && g.type == 16 && d < D; d++) {
-                bf16 rounded;
-                store(rounded, to[d]);
-                to[d] = number(rounded);
-            }
-        }
+        for (i64 s = 0; s < S; s++) take(g, g.keys, (h * g.room + s) * D, keys.data() + s * D);
     }
 
     // The mean of some rows, channel by channel.
@@ -277,8 +266,7 @@ struct Head {
         std::vector<uint8_t> codes(D);
         for (i64 s = from, last = std::min(end, from + PART); s < last; s++) {
             if (!leaving[s]) continue;
-            if (g.keys) take(g, g.values, (h * g.room + s) * D, own.data());
-            else take(g, g.tail_values, (h * g.tail_room + s - first) * D, own.data());
+            take(g, g.values, (h * g.room + s) * D, own.data());
             multiply(own.data(), g.hadamard, D, x.data());
             for (i64 c = 0; c < parts; c++) {
                 const float *part = x.data() + c * g.value_group;
@@ -302,12 +290,10 @@ extern "C" void locret_open(const Group *g, int values, int threads) {
     for (i64 i = 0; i < g->heads * parts; i++) Head(*g, i / parts).open(i % parts * PART, values);
 }
 
-extern "C" void locret_quantise(const Group *layers, i64 count, int threads) { // layers of as many heads
+extern "C" void locret_quantise(const Group *g, int threads) {
     std::vector<Head> heads;
-    i64 parts = 0;
-    for (i64 i = 0; i < count * layers[0].heads; i++) heads.emplace_back(layers[i / layers[0].heads], i % layers[0].heads);
-    for (i64 i = 0; i < count; i++) parts = std::max(parts, (layers[i].ready + PART - 1) / PART);
-    const i64 all = i64(heads.size());
+    for (i64 h = 0; h < g->heads; h++) heads.emplace_back(*g, h);
+    const i64 all = g->heads, parts = (g->ready + PART - 1) / PART;
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
     for (i64 i = 0; i < all * (1 + parts); i++) {
         Head &head = heads[i % all];

@@ -384,39 +384,19 @@ class GroupedBits(Codec):
 # ``locret_kernels.quantise`` reads and quantises while a prompt is read on a CPU: of one text, with as many rows for every head.
 
 
-def fits(codec: GroupedBits) -> bool:
-    """Whether the calls take a layer: keys as wide as values."""
-    alike = codec.key_size == codec.value_size
-    device = codec.layout.device.type
-    return alike and codec.group.dtype == torch.int16 and device == "cpu" and codec.dtype in cpp.TYPES
-
-
-def describe(at: np.ndarray, codec: GroupedBits, keys_HRD: Tensor, values_HRD: Tensor) -> None:
-    """Write sizes and addresses of a layer into an element of ``quantiser.GROUP``.
-
-    Args:
-        keys_HRD: those of the tail, and so are the values; contiguous.
-    """
-    rows = codec.layout
-    quantiser.GROUP.point(
-        at, codec.dtype, key_codes=codec.key_codes, value_codes=codec.value_codes, group=codec.group, key_step=codec.key_step,
-        key_zero=codec.key_zero, value_step=codec.value_step, value_zero=codec.value_zero, tail_keys=keys_HRD,
-        tail_values=values_HRD, hadamard=hadamard(codec.value_size, rows.device),
-    )  # fmt: skip
-    # The calls check nothing: what they may read and write follows from these numbers.
-    at["heads"], at["rows"], at["capacity"], at["channels"] = rows.H, rows.rows, rows.capacity, codec.key_size
-    at["bits"], at["groups"], at["value_group"] = codec.bits, codec.key_step.shape[1], codec.value_group
-    at["tail"], at["tail_room"] = codec.tail, keys_HRD.shape[1]
-    at["full"], at["pairs"], at["type"] = codec.group_rows, pairs_of(rows.capacity), cpp.TYPES[codec.dtype]
-
-
 class CompiledBits(GroupedBits):
     """``GroupedBits`` by compiled calls, equal up to the order of sums. Rounding can decide which rows are most alike, so rows
     may share other groups."""
 
+    @property
+    def fits(self) -> bool:
+        """Whether the calls take the layer: keys as wide as values."""
+        alike = self.key_size == self.value_size and self.group.dtype == torch.int16
+        return alike and self.layout.device.type == "cpu" and self.dtype in cpp.TYPES
+
     def read_all(self, *, values: bool = True) -> None:
         # Open rows can lack their values alone (`overflow`), which the plain form then reads.
-        if self.open or not fits(self):
+        if self.open or not self.fits:
             super().read_all(values=values)
             return
         self.scratch.acquire(self)
@@ -424,21 +404,24 @@ class CompiledBits(GroupedBits):
         self.scratch.complete = values
 
     def _quantise(self, ready: int) -> None:
-        if not fits(self):
+        if not self.fits:
             super()._quantise(ready)
             return
-        at = self._described()
-        at["ready"] = ready
-        quantiser.load().locret_quantise(at.ctypes.data, 1, torch.get_num_threads())
+        quantiser.load().locret_quantise(self._described(ready).ctypes.data, torch.get_num_threads())
 
-    def _described(self) -> np.ndarray:
-        """The layer with the scratch next to it, as the calls read it."""
-        at = np.zeros(1, quantiser.GROUP.dtype)
-        describe(at[0], self, self.tail_keys, self.tail_values)
-        quantiser.GROUP.point(at[0], self.dtype, keys=self.scratch.keys, values=self.scratch.values)
-        # All layers share the scratch, so it may have room for more rows than this one.
-        at["room"] = self.scratch.keys.shape[1]
-        return at
+    def _described(self, ready: int = 0) -> np.ndarray:
+        """Sizes and addresses of the layer with the scratch next to it, as the calls read them."""
+        buffers = {name: getattr(self, name) for name in (*self.columns(), *self.tables())}
+        # The calls check nothing: what they may read and write follows from these numbers.
+        return quantiser.GROUP.of(
+            self.dtype, **buffers, hadamard=hadamard(self.value_size, self.layout.device), keys=self.scratch.keys,
+            values=self.scratch.values, heads=self.layout.H, rows=self.layout.rows, capacity=self.layout.capacity,
+            channels=self.key_size, bits=self.bits, groups=self.key_step.shape[1], value_group=self.value_group, tail=self.tail,
+            ready=ready, full=self.group_rows, pairs=pairs_of(self.layout.capacity), type=cpp.TYPES[self.dtype],
+            tail_room=self.tail_keys.shape[1],
+            # All layers share the scratch, so it may have room for more rows than this one.
+            room=self.scratch.keys.shape[1],
+        )  # fmt: skip
 
 
 @CODECS.register("8", *map(str, BITS))
