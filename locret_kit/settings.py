@@ -107,7 +107,7 @@ class RunSettings:
     """Tokens that no policy may evict: 'first' (the first 4 tokens), 'system' (the system prompt), 'markers' (the
     chat template's own tokens around messages), or several, as in 'first+system'. Default: none."""
     kv_bits: Literal[8, 4, 2] | Word | None = None
-    """Bits per stored key or value: 8 (floating point, one scale per head), 4 or 2 (newest rows are not quantised);
+    """Bits per stored key or value: 8 (each row by itself), 4 or 2 (the newest rows are not quantised);
     or a plugin's codec. Default: the model's dtype."""
     one_shot: bool = False
     """Evict once, after the whole prompt, instead of after every chunk."""

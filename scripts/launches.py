@@ -140,7 +140,9 @@ class Recorder(TorchDispatchMode):
             moving = 2 * given["like"].element_size() * given["D"] + given["index"].element_size()
             nbytes = grid[0] * given["K"] * moving + extent(given["table"])
         elif name == "ragged_decode":
-            nbytes = grid[0] * self.rows * sum(given[x].shape[-1] * given[x].element_size() for x in ("keys", "values"))
+            levels = [f"{x}_{level}" for x in ("key", "value") for level in ("step", "zero") if constants["BITS"] == 8]
+            read = [given[x] for x in ("keys", "values", *levels)]
+            nbytes = grid[0] * self.rows * sum(x.shape[-1] * x.element_size() for x in read)
         elif name == "enter_rows":  # keys and values are read and written; of the buffers it has all rows
             k, v, rows = given["k"], given["v"], given["k"].shape[0] * given["k"].shape[1]
             read = {id(x): x for x in (given["score"], given["fc2"]) if x is not k}.values()

@@ -13,9 +13,10 @@ import torch
 from . import backend
 from .column_stats import STATISTICS
 from .decoder_step import RowProducts
-from .enter import HeadProduct, RowBuffers, Scales
+from .enter import HeadProduct, Levels, RowBuffers
 from .product import FORMATS, format_of
-from .ragged_decode import Angles, Float8Rows, PackedRows, Rotation, Spans, angle_steps
+from .quantise import CHANNELS
+from .ragged_decode import Angles, ByteRows, PackedRows, Rotation, Spans, angle_steps
 from .sparse_attend import Blocks
 
 
@@ -59,22 +60,39 @@ class Case:
 def cases(name: str, at: Shape, device: torch.device) -> Iterator[Case]:
     """Every operation as a prefill of the model ``name`` meets it: a full cache and one chunk, of
     bfloat16. On the meta device too."""
-    Q, H, D, budget, T, P, A = at.query_heads, at.heads, at.head_size, at.budget, at.chunk, at.prompt, at.answer
-    S, W, scaling = budget + T, min(32, T), D**-0.5
-    heads = f"{name} Q={Q} H={H} D={D}"
+    layer = Layer(name, at, device)
+    for kind in (of_attention, of_moving_rows, of_entering_rows, of_matrices, of_a_token):
+        yield from kind(layer)
 
-    def x(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+
+class Layer:
+    """Tensors of a layer: queries of a chunk, and the rows of a full cache with that chunk."""
+
+    def __init__(self, name: str, at: Shape, device: torch.device) -> None:
+        self.name, self.at, self.device = name, at, device
+        Q, H, D, T = at.query_heads, at.heads, at.head_size, at.chunk
+        self.rows, self.scaling = at.budget + T, D**-0.5
+        self.q, self.k, self.v = self.x(1, Q, T, D), self.x(1, H, self.rows, D), self.x(1, H, self.rows, D)
+
+    def x(self, *size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Random numbers of a shape and a dtype."""
-        return torch.randn(*size, dtype=torch.float32, device=device).to(dtype)
+        return torch.randn(*size, dtype=torch.float32, device=self.device).to(dtype)
 
-    def case(form: str, sizes: str, *args: object, flops: float | None = None, nbytes: float | None = None,
+    def case(self, form: str, sizes: str, *args: object, flops: float | None = None, nbytes: float | None = None,
              state: tuple[torch.Tensor, ...] = (), exact: bool = False, **rest: object) -> Case:  # fmt: skip
         """The case of one function, the first word of ``form``."""
-        name = form.split()[0].rstrip(",")
-        runs = {key: partial(backend.function(name, key), *args, **rest) for key in backend.runnable(name, device)}
-        return Case(form, f"{heads} {sizes}", runs, flops, nbytes, state, exact)
+        name, at = form.split()[0].rstrip(","), self.at
+        forms = backend.runnable(name, self.device)
+        runs = {key: partial(backend.function(name, key), *args, **rest) for key in forms}
+        shape = f"{self.name} Q={at.query_heads} H={at.heads} D={at.head_size} {sizes}"
+        return Case(form, shape, runs, flops, nbytes, state, exact)
 
-    q, k, v = x(1, Q, T, D), x(1, H, S, D), x(1, H, S, D)
+
+def of_attention(layer: Layer) -> Iterator[Case]:
+    """A chunk's attention, in full and over blocks, its statistics, and the target of training."""
+    at, x, case, (q, k, v) = layer.at, layer.x, layer.case, (layer.q, layer.k, layer.v)
+    Q, H, D, T, P, A = at.query_heads, at.heads, at.head_size, at.chunk, at.prompt, at.answer
+    S, W, scaling, device = layer.rows, min(32, T), layer.scaling, layer.device
     lse = torch.full((1, Q, T), log(S) + 0.5, dtype=torch.float32, device=device)  # about theirs
     seen = T * (S - T) + T * (T + 1) / 2  # pairs of a query and a slot that it sees
     chunk = f"T={T} S={S}"
@@ -97,70 +115,88 @@ def cases(name: str, at: Shape, device: torch.device) -> Iterator[Case]:
         form, work = f"sparse_attend, units of {unit}", 4 * Q * D * T * S / 3
         yield case(form, chunk, q, k, v, scaling, Blocks(seen_BQNU, queries, unit), flops=work)
 
-    numbers = x(H, S, dtype=torch.float32)
-    buffers = [k[0].clone(), v[0].clone(), numbers.clone(), numbers.int()]
-    stay = torch.rand(1, H, S, dtype=torch.float32, device=device).argsort(-1)[..., :budget].sort(-1).values.int()
-    moved = 2 * sum(t[:, :budget].nbytes for t in buffers)
-    yield case("compact_rows", f"S={S} K={budget}", [buffers], stay, {}, nbytes=moved, state=tuple(buffers), exact=True)
 
-    flat = (k.reshape(-1, D), v.reshape(-1, D))
+def of_moving_rows(layer: Layer) -> Iterator[Case]:
+    """An eviction: the choice of rows, and their way to the front; and their rotation."""
+    at, case, device = layer.at, layer.case, layer.device
+    H, D, budget, S = at.heads, at.head_size, at.budget, layer.rows
+    numbers = layer.x(H, S, dtype=torch.float32)
+    buffers = [layer.k[0].clone(), layer.v[0].clone(), numbers.clone(), numbers.int()]
+    stay = torch.rand(1, H, S, dtype=torch.float32, device=device).argsort(-1)[..., :budget].sort(-1).values.int()
+    moved, sizes = 2 * sum(t[:, :budget].nbytes for t in buffers), f"S={S} K={budget}"
+    yield case("compact_rows", sizes, [buffers], stay, {}, nbytes=moved, state=tuple(buffers), exact=True)
+
+    scores, most = numbers[None], torch.full((1, H), budget, dtype=torch.int64, device=device)
+    guard, nbytes = torch.zeros(1, H, S, dtype=torch.uint8, device=device), scores.nbytes + stay.nbytes
+    choice = scores, budget, at.chunk // 4
+    yield case("select_index", sizes, *choice, nbytes=nbytes)
+    yield case("select_index, guarded", sizes, *choice, guard, nbytes=nbytes + guard.nbytes)
+    marks = guard.bool(), guard == 0
+    yield case("select_rows", sizes, scores, *marks, most, nbytes=scores.nbytes + 3 * guard.nbytes)
+    table = layer.x(S, D // 2).repeat(1, 2)
+    yield case("rotate_rows", f"S={S}", layer.k, table, table, nbytes=2 * layer.k.nbytes)
+
+
+def of_entering_rows(layer: Layer) -> Iterator[Case]:
+    """A chunk and a token, with a head, in 8 bits, and with statistics."""
+    at, x, device = layer.at, layer.x, layer.device
+    H, D, T, S = at.heads, at.head_size, at.chunk, layer.rows
+    flat = (layer.k.reshape(-1, D), layer.v.reshape(-1, D))
     codes = [torch.zeros(H * S, D, dtype=torch.uint8, device=device) for _ in range(2)]
-    scales = Scales(*x(2, H, dtype=torch.float32).exp2(), torch.zeros(2, dtype=torch.int64, device=device))
-    # A chunk and a token, with a head, in 8 bits, and with statistics.
-    kinds_of_rows = (0, flat, None), (0, codes, scales), (2, flat, None)
+    levels = Levels(*(x(H * S, D // CHANNELS, dtype=torch.float16) for _ in range(4)))
+    kinds_of_rows = (0, flat, None), (0, codes, levels), (2, flat, None)
     for n, (kinds, rows, coded) in ((n, one) for n in (T, 1) for one in kinds_of_rows):
         places = torch.zeros(H * S, dtype=torch.int32, device=device), x(H * S, dtype=torch.float32)
         buffers = RowBuffers(*rows, *places, x(kinds, H * S, dtype=torch.float32), coded)
         new, score = x(n, 2 * H, D).transpose(0, 1), None if kinds else HeadProduct(x(1, n, 1024), x(H, 1024))
         # A token's place is known to the device alone.
-        at, seen = (S - n, 10000) if n > 1 else torch.tensor([[S - n], [10000]], device=device)
+        place, seen = (S - n, 10000) if n > 1 else torch.tensor([[S - n], [10000]], device=device)
         written = new.numel() * buffers.keys_ND.element_size() + H * n * 4 * (2 + kinds)
         work = new.nbytes + written + (0 if score is None else sum(one.nbytes for one in score))
         form = f"enter_rows, {kinds} statistics" + ", 8 bits" * (coded is not None)
-        yield case(form, f"T={n}", buffers, at, new[:H], new[H:], seen, score, apart=S, nbytes=work,
-                   state=buffers[: 5 if kinds else 4])  # fmt: skip
+        yield layer.case(form, f"T={n}", buffers, place, new[:H], new[H:], seen, score, apart=S, nbytes=work,
+                         state=buffers[: 5 if kinds else 4])  # fmt: skip
 
-    scores, most = numbers[None], torch.full((1, H), budget, dtype=torch.int64, device=device)
-    guard, nbytes = torch.zeros(1, H, S, dtype=torch.uint8, device=device), scores.nbytes + stay.nbytes
-    yield case("select_index", f"S={S} K={budget}", scores, budget, T // 4, nbytes=nbytes)
-    yield case(
-        "select_index, guarded", f"S={S} K={budget}", scores, budget, T // 4, guard, nbytes=nbytes + guard.nbytes
-    )
-    marks = guard.bool(), guard == 0
-    yield case("select_rows", f"S={S} K={budget}", scores, *marks, most, nbytes=scores.nbytes + 3 * guard.nbytes)
-    wide, weight = x(1, T, Q * D), x(Q * D)
-    for form, residual in (("rms_norm", None), ("rms_norm, residual", x(1, T, Q * D))):
+
+def of_matrices(layer: Layer) -> Iterator[Case]:
+    """A backbone's norms, gates and products: those of a chunk, and a token's, which are fused."""
+    at, x, case = layer.at, layer.x, layer.case
+    Q, H, D, T = at.query_heads, at.heads, at.head_size, at.chunk
+    C = Q * D
+    wide, weight = x(1, T, C), x(C)
+    for form, residual in (("rms_norm", None), ("rms_norm, residual", x(1, T, C))):
         passes = 2 if residual is None else 4
-        yield case(form, f"T={T} C={Q * D}", wide, weight, 1e-5, residual, nbytes=passes * wide.nbytes)
-    gated = x(1, T, 8 * D * Q)
-    yield case("swiglu", f"T={T} C={4 * D * Q}", *gated.chunk(2, -1), nbytes=1.5 * gated.nbytes)
+        yield case(form, f"T={T} C={C}", wide, weight, 1e-5, residual, nbytes=passes * wide.nbytes)
+    gated = x(1, T, 8 * C)
+    yield case("swiglu", f"T={T} C={4 * C}", *gated.chunk(2, -1), nbytes=1.5 * gated.nbytes)
 
-    token, wider = wide[0, :1], (x(4 * D * Q, Q * D), x(4 * D * Q, Q * D))  # a token's vector
-    entered = tuple(x(rows, Q * D) for rows in (Q * D, H * D, H * D, 1024))
+    token, wider = wide[0, :1], (x(4 * C, C), x(4 * C, C))  # a token's vector
+    entered = tuple(x(rows, C) for rows in (C, H * D, H * D, 1024))
     for form, stage, residual in (
         ("norm", RowProducts(entered, (None,) * 4, weight, 1e-5), None),
         ("norm, gated", RowProducts(wider, (None,) * 2, weight, 1e-5, gated=True), None),
-        ("residual", RowProducts((wider[0].view(Q * D, -1),), (None,)), token),
+        ("residual", RowProducts((wider[0].view(C, -1),), (None,)), token),
     ):
         K, nbytes = stage.weights[0].shape[1], sum(one.nbytes for one in stage.weights)
         yield case(f"row_products, {form}", f"K={K}", x(1, K), stage, residual, nbytes=nbytes)
 
     for form in FORMATS:
-        matrix = packed_matrix(C := Q * D, C, form, device)
-        yield case(
-            f"product {form}", f"T={T} K={C} N={C}", wide, matrix, form, flops=2 * T * C**2, nbytes=matrix.nbytes
-        )
+        matrix = packed_matrix(C, C, form, layer.device)
+        work = 2 * T * C**2
+        yield case(f"product {form}", f"T={T} K={C} N={C}", wide, matrix, form, flops=work, nbytes=matrix.nbytes)
 
-    table, one = x(S, D // 2).repeat(1, 2), q[:, :, 0].contiguous()
-    yield case("rotate_rows", f"S={S}", k, table, table, nbytes=2 * k.nbytes)
-    place = torch.arange(S, dtype=torch.int32, device=device).repeat(1, H, 1)
+
+def of_a_token(layer: Layer) -> Iterator[Case]:
+    """One token's attention over all rows: in full and in few bits, keys turned to their rank or rotated to a place."""
+    at, x, device, S = layer.at, layer.x, layer.device, layer.rows
+    Q, H, D = at.query_heads, at.heads, at.head_size
+    table, one = x(S, D // 2).repeat(1, 2), layer.q[:, :, 0].contiguous()
     lengths = torch.full((1, H), S, dtype=torch.int64, device=device)
     spans = Spans(torch.arange(H, device=device)[None] * S, lengths, S)
     angles = Angles(*[angle_steps(x(D // 2, dtype=torch.float32), S)] * 2)
-    placed = Rotation(table, table, place.flatten())
-    codes = tuple(torch.randint(0, 0x7F, (H * S, D), dtype=torch.uint8, device=device) for _ in range(2))
-    eight = Float8Rows(*codes, *(torch.full((H,), 2.0**-6, dtype=torch.float32, device=device) for _ in range(2)))
-    four, two = (packed_rows(H, S, D, bits, device) for bits in (4, 2))
+    placed = Rotation(table, table, torch.arange(S, dtype=torch.int32, device=device).repeat(H))
+    flat = (layer.k.reshape(-1, D), layer.v.reshape(-1, D))
+    eight, four, two = byte_rows(H, S, D, device), *(packed_rows(H, S, D, bits, device) for bits in (4, 2))
     turned = ((", turned", flat, angles), (" 8 bits, turned", eight, angles), (" 4 bits", four, angles))
     others = (
         ("", flat, None),
@@ -173,7 +209,11 @@ def cases(name: str, at: Shape, device: torch.device) -> Iterator[Case]:
     for q, size, forms in ((one, f"S={S}", turned + others), (lone, alone, turned if Q > H else ())):
         for form, rows, turn in forms:
             nbytes, received = sum(t.nbytes for t in rows), turn is placed
-            yield case(f"ragged_decode{form}", size, q, rows, spans, scaling, turn, received, nbytes=nbytes)
+            call = q, rows, spans, layer.scaling, turn, received
+            yield layer.case(f"ragged_decode{form}", size, *call, nbytes=nbytes)
+
+
+# ---- tensors that are stored in few bits ---------------------------------------------------------------------------
 
 
 def packed_matrix(
@@ -190,6 +230,13 @@ def packed_matrix(
         number = 1e-3 * scale * (1 + torch.rand(*sizes, 1, dtype=torch.float32, device=device, generator=generator))
         blocks[..., at : at + 2] = number.half().view(torch.uint8)
     return blocks.flatten(1)
+
+
+def byte_rows(H: int, S: int, D: int, device: torch.device) -> ByteRows:
+    """Random codes in 8 bits, with steps of about 0.01 and numbers of about zero mean."""
+    codes = [torch.randint(0, 256, (H * S, D), dtype=torch.uint8, device=device) for _ in range(2)]
+    steps = [torch.rand(H * S, D // CHANNELS, dtype=torch.float32, device=device).half() / 64 for _ in range(2)]
+    return ByteRows(*codes, steps[0], -128 * steps[0], steps[1], -128 * steps[1])
 
 
 def packed_rows(H: int, S: int, D: int, bits: int, device: torch.device) -> PackedRows:

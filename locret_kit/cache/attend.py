@@ -23,7 +23,7 @@ from torch.nn.attention.bias import causal_lower_right
 from locret_kernels.attend import attend_and_count
 from locret_kernels.backend import capability, choose, function
 from locret_kernels.column_stats import MARGIN
-from locret_kernels.ragged_decode import Angles, Float8Rows, PackedRows, Rotation, Spans
+from locret_kernels.ragged_decode import Angles, Rotation, Rows, Spans
 
 from ..backbones.decoder_attention import Softmax
 from ..backbones.spec import AttentionLayer
@@ -342,7 +342,7 @@ def attend_text(
 class VarlenRows:
     """Rows of a layer as the decoding kernels read them, in place: ``N`` of all heads, a stretch each."""
 
-    rows: tuple[Tensor, Tensor] | Float8Rows | PackedRows
+    rows: Rows
     """Keys and values ``[N, D]``."""
     positions_N: Tensor
     stats_XN: Tensor

@@ -19,7 +19,7 @@ from . import step, view
 from .context import CacheCounters, Context, Pins, RecallCounters, make_layers
 from .options import CacheOptions
 from .stages import stages_of
-from .storage.codec import BITS, Float8, Scratch
+from .storage.codec import BITS, Scratch
 from .storage.rows import BoundedLayer, copy_rows
 
 
@@ -256,13 +256,6 @@ class TextState:
     def seen(self) -> int:
         """Tokens seen, by every layer alike."""
         return self.layers[0].seen if self.layers else 0
-
-    @property
-    def clipped(self) -> int:
-        """Numbers of keys and values beyond the range of 8 bits (``kv_bits=8``). The host waits for the device."""
-        return sum(
-            int(rows.codec.clipped.sum()) for rows in self.layers if isinstance(rows.codec, Float8) and rows.seen
-        )
 
     @property
     def nbytes(self) -> int:

@@ -30,7 +30,7 @@ from ..backbones.weights import check_weight_bits, scratch_bytes, stored_bytes, 
 from ..cache.context import layer_rows
 from ..cache.due import PIECE, Schedule
 from ..cache.stages import TILE
-from ..cache.storage.codec import BITS, FLOAT8, Scratch, check_storage
+from ..cache.storage.codec import BITS, Scratch, check_storage
 from ..naming import show
 from ..policies import Policy
 from ..policies.base import Recall
@@ -367,11 +367,9 @@ def plan_inference(backbone: BackboneSizes, setting: Setting) -> Plan:
         "evict": layer + rows + 3 * q,
         "logits": always + 3 * backbone.vocab,
     }
-    if (
-        setting.run.kv_bits == FLOAT8
-    ):  # keys and values are read into the model's dtype; a float32 copy of what is stored
+    if setting.run.kv_bits == 8:  # keys and values are read into the model's dtype, through float32
         phases = {name: n + 2 * rows * (name in ("rotate keys", "attend", "evict")) for name, n in phases.items()}
-        phases["quantise"] = layer + 6 * k
+        phases |= {"unpack": layer + rows + 8 * rows // item, "quantise": layer + 12 * k // item}
     if policy.prefill_mask is not None and (
         pieces := policy.prefill_mask.visible(S, T)
     ):  # keys and values that are seen, side by side

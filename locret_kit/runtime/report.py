@@ -69,8 +69,6 @@ class Report:
     evicted_rows: int
     kept_rows: list[int]
     """Rows of a key/value head (on average where heads differ) after prefill, per layer."""
-    clipped: int
-    """Numbers of keys and values beyond the range of 8 bits; 0 in other storages."""
     cache_bytes: int
     peak_bytes: int
     device: str
@@ -101,7 +99,7 @@ class Report:
             policy=cache.policy.name, settings=cache.settings, prompt_tokens=prompt_tokens, new_tokens=new_tokens,
             prefill_s=prefill_s, decode_s=decode_s, kept_rows=kept_rows, read_before=read_before,
             score_s=c.score_s, select_s=c.select_s, compact_s=c.compact_s,
-            evictions=c.evictions, evicted_rows=c.evicted_rows, clipped=cache.state.clipped, cache_bytes=cache.nbytes,
+            evictions=c.evictions, evicted_rows=c.evicted_rows, cache_bytes=cache.nbytes,
             peak_bytes=peak_memory(model.device), device=str(model.device), dtype=precision_of(model),
             computed_share=c.computed_share, decoding=c.decoding, attention=cache.context.attention, versions=versions(),
             host_bytes=cache.state.host_nbytes, recall=asdict(cache.context.recalls) if cache.policy.recall else None,
@@ -128,8 +126,7 @@ class Report:
         rows = f"{high}" if low == high else f"{low} to {high}"
         s = self.settings
         sparse = "" if self.computed_share is None else f"; {self.computed_share:.1%} of the attention computed"
-        clipped = f", {self.clipped} numbers clipped" if self.clipped else ""
-        bits = f" ({s.kv_bits} bits{clipped})" if s.kv_bits else ""
+        bits = f" ({s.kv_bits} bits)" if s.kv_bits else ""
         share = f" ({s.share} of the prompt)" if s.share else ""
         recall = []
         if (r := self.recall) is not None:

@@ -20,7 +20,7 @@ from locret_kit.runtime.session import Sampling, decode, prefill
 
 MODES = {
     "compact": {}, "pins": {"protect": "first"}, "original": {"positions": "original"}, "clipped": {"positions": "clipped(60)"},
-    "every": {"decode_every": 3}, "windows": {"family": "gemma3"}, "one-shot": {"one_shot": True}, "float8": {"kv_bits": 8},
+    "every": {"decode_every": 3}, "windows": {"family": "gemma3"}, "one-shot": {"one_shot": True}, "8 bits": {"kv_bits": 8},
 }  # fmt: skip
 REAL, EVICT = step.evicts_together, step._evict
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from locret_kit.cache.attend import decode_rows
-from locret_kit.cache.storage.codec import Codec, Float8, Plain, Scratch
+from locret_kit.cache.storage.codec import Codec, Plain, Scratch
 from locret_kit.cache.storage.layouts import EqualRows, Layout, RaggedRows
-from locret_kit.cache.storage.quantised import CompiledBits, GroupedBits
+from locret_kit.cache.storage.quantised import CompiledBits, GroupedBits, RowBits
 from locret_kit.cache.storage.rows import BoundedLayer, export_rows, exported_shapes, restore_rows
 
 H, D, Q, ROOM = 3, 16, 6, 60
 CODECS: dict[str, tuple[Callable[[], Codec], float]] = {
     "plain": (Plain, 0.0),
-    "float8": (Float8, 1 / 16),
+    "8 bits": (RowBits, 0.02),
     "grouped": (lambda: GroupedBits(4, Scratch(), group=8, residual=4), 0.5),
     "compiled": (lambda: CompiledBits(4, Scratch(), group=8, residual=4), 0.5),
 }

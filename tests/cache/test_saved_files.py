@@ -175,7 +175,7 @@ SHAPES: dict[str, tuple[str, dict[str, object], dict[str, tuple[int, ...]]]] = {
     "plain": ("h2o", {}, {"keys": (1, 2), "positions": (1, 2), "stats": (1, 1, 2)}),
     "queries": ("snapkv(6,3)", {}, {"queries": (1, 6, 6, 8), "scores": (1, 2)}),
     "ragged": ("ada-snapkv(6,3)", {}, {"keys": (96, 8), "lengths": (2,), "queries": (1, 6, 6, 8)}),
-    "8 bits": ("locret", dict(kv_bits=8), {"keys": (1, 2), "key_scale": (1, 2), "clipped": (2,)}),
+    "8 bits": ("locret", dict(kv_bits=8), {"key_codes": (1, 2), "key_step": (1, 2)}),
     "4 bits": (
         "locret",
         dict(kv_bits=4),

@@ -121,6 +121,7 @@ def fit_plan(policy: str, family: str, bits: int | None) -> int:
     ("name", "policy", "budget", "chunk", "context", "bits"),
     [
         ("phi3-mini", "locret", 6000, 3072, 13000, 4),
+        ("phi3-mini", "locret", 6000, 3072, 13000, 8),
         ("llama3.1-8b", "locret", 16384, 4096, 21000, 2),
         ("llama3.1-8b", "locret", 2048, 12000, 20000, None),  # MLPs in slices
         ("qwen2.5-7b", "locret", 8000, 1024, 10000, None),

@@ -6,7 +6,8 @@ import pytest
 import torch
 from interpreted import BOTH, close, random
 
-from locret_kernels.enter import LARGEST, HeadProduct, RowBuffers, Scales
+from locret_kernels.enter import HeadProduct, Levels, RowBuffers
+from locret_kernels.quantise import row_numbers
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -69,30 +70,21 @@ def test_new_tokens_become_rows(functions, dtype, T, H, D, V, R, kinds, scored, 
 @DTYPE
 @pytest.mark.parametrize("T", [1, 40])
 def test_new_rows_in_eight_bits(functions, dtype, T):
-    """Every code, numbers between two codes, below the smallest and beyond the largest, with a scale for each head."""
-    H, D, V = 3, 64, 96
-    finite = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    finite = finite[finite.isfinite()].sort().values
-    numbers = torch.cat(
-        (finite, (finite[1:] + finite[:-1]) / 2, finite * 1.01, torch.tensor([0.0009, -0.0009, 449.0, 470.0, -3e4]))
-    )
-    draw = torch.randint(len(numbers), (H, T, D + V), generator=torch.Generator().manual_seed(T))
-    scale = torch.tensor([[2.0**-9, 1.0, 8.0], [4.0, 2.0**-3, 1.0]])
-    k, v = ((scale[i, :, None, None] * numbers[draw]).to(dtype).split([D, V], -1)[i] for i in range(2))
+    """Within half a step that is no wider than the range asks: numbers of all sizes, constant ones, and one above float16's."""
+    H, D, V, generator = 3, 64, 96, torch.Generator().manual_seed(T)
+    x = torch.randn(H, T, D + V, generator=generator) * 2.0 ** torch.randint(-20, 12, (H, T, 1), generator=generator)
+    x[0, 0, :32], x[1, 0, :32], x[2, 0, 5] = 0.0, -3.3, 1e5
+    k, v = x.to(dtype).split([D, V], -1)
     buffers = [torch.full((H * T, size), 7, dtype=torch.uint8) for size in (D, V)]
-    clipped = torch.tensor([5, 0])
-    rows = RowBuffers(
-        *buffers, torch.zeros(H * T, dtype=torch.int32), random(H * T), random(0, H * T), Scales(*scale, clipped)
-    )
+    levels = Levels(*(torch.full((H * T, size // 32), 7.0).half() for size in (D, D, V, V)))
+    rows = RowBuffers(*buffers, torch.zeros(H * T, dtype=torch.int32), random(H * T), random(0, H * T), levels)
     functions["enter_rows"](rows, 0, k, v, 0, None, apart=T)
-    for i, (x, codes) in enumerate(zip((k, v), buffers, strict=True)):
-        y = x.double() / scale[i, :, None, None]
-        nearest = (y.clamp(-LARGEST, LARGEST)[..., None] - finite.double()).abs().amin(-1)
-        read = codes.view(torch.float8_e4m3fn).view(y.shape).double()
-        torch.testing.assert_close((read - y.clamp(-LARGEST, LARGEST)).abs(), nearest, rtol=0, atol=0)
-        even = y.clamp(-LARGEST, LARGEST).float().to(torch.float8_e4m3fn).view(torch.uint8).view(codes.shape)
-        assert torch.equal(codes, even), "halves go to the even code"
-        assert clipped[i] == 5 * (i == 0) + (y.abs() > LARGEST).sum()
+    for x, codes, step, zero in ((k, buffers[0], *levels[:2]), (v, buffers[1], *levels[2:])):
+        y = x.double().reshape(H * T, -1, 32)
+        error = (row_numbers(codes, step, zero).double().view(y.shape) - y).abs()
+        low, reach = y.amin(-1), y.amax(-1) - y.amin(-1)
+        assert (step.double() <= 1.002 * (reach + low.abs() / 500) / 255 + 2.0**-22).all()
+        assert (error <= 0.502 * step.double()[..., None] + y.abs() * 2.0**-22).all()
 
 
 @BOTH

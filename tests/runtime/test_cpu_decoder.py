@@ -84,12 +84,16 @@ def test_packed_matrices(dtype):
 
 
 @pytest.mark.parametrize("policy", ["locret", "h2o"])
-@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_few_bits(policy, bits):
-    """The call reads codes as they are; rows whose group is full are quantised after it, as the plain forward would."""
+    """The call reads codes as they are; rows whose group is full are quantised after it, as the plain forward would, and in 8
+    bits each row by the call itself."""
     caches = [make(policy, kv_bits=bits, length=LENGTH, chunk=60) for _ in range(2)]
-    same(backbone(), caches, tokens(), compiled, 3e-5)
+    same(backbone(), caches, tokens(), compiled, 1e-3 if bits == 8 else 3e-5)
     for mine, theirs in zip(*(cache.bounded for cache in caches), strict=True):
+        if bits == 8:
+            torch.testing.assert_close(mine.slots("keys"), theirs.slots("keys"), rtol=0, atol=1e-2)
+            continue
         group = mine.codec.group[mine.layout.every()]
         assert torch.equal(group, theirs.codec.group[theirs.layout.every()]) and (group >= 0).any()
 

@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "levels.h"
 #include "products.h"
 
 namespace {
@@ -75,7 +76,8 @@ template <class W, class A> struct Attention {
     bool turned = false; // whether the query is rotated already
     i64 G = m.query_heads / m.heads;
     i64 start = rows.starts[h], length = rows.lengths[h] + 1, first = 0; // ranks [first, length) are seen
-    i64 tail = rows.packed ? std::min(length, rows.packed->tail + 1) : 0;
+    bool alone = rows.packed && rows.packed->bits == 8; // whether packed rows have steps of their own, and none is in a tail
+    i64 tail = rows.packed && !alone ? std::min(length, rows.packed->tail + 1) : 0;
     i64 table_of_keys = rows.packed ? h * rows.packed->groups : 0; // its first group
     i64 some = rows.packed ? channels() / rows.packed->value_groups : 0;                  // channels that share a value's level
 
@@ -93,11 +95,19 @@ template <class W, class A> struct Attention {
         const i64 D = channels(), row = start + length - 1;
         std::vector<A> own(key, key + D);
         if (rows.own_cos) rotate(own.data(), (const A *)rows.own_cos, (const A *)rows.own_sin, rows.rotated);
-        W *k = rows.packed ? in_tail(rows.packed->tail_keys, length - 1) : (W *)rows.keys + row * D;
-        W *v = rows.packed ? in_tail(rows.packed->tail_values, length - 1) : (W *)rows.values + row * D;
+        std::vector<W> both(alone ? 2 * D : 0);
+        W *k = alone ? both.data() : rows.packed ? in_tail(rows.packed->tail_keys, length - 1) : (W *)rows.keys + row * D;
+        W *v = alone ? k + D : rows.packed ? in_tail(rows.packed->tail_values, length - 1) : (W *)rows.values + row * D;
         for (i64 d = 0; d < D; d++) store(k[d], own[d]), store(v[d], value[d]);
-        if (rows.packed && rows.packed->group_bytes == 2) ((int16_t *)rows.packed->group)[row] = -1;
-        if (rows.packed && rows.packed->group_bytes == 4) ((int32_t *)rows.packed->group)[row] = -1;
+        if (alone) {
+            const Packed &p = *rows.packed;
+            std::vector<float> x(D);
+            for (i64 d = 0; d < D; d++) x[d] = float(number(k[d]));
+            row_codes(x.data(), D, some, p.key_codes + row * D, p.key_step + row * p.value_groups, p.key_zero + row * p.value_groups);
+            for (i64 d = 0; d < D; d++) x[d] = float(number(v[d]));
+            row_codes(x.data(), D, some, p.value_codes + row * D, p.value_step + row * p.value_groups, p.value_zero + row * p.value_groups);
+        } else if (rows.packed && rows.packed->group_bytes == 2) ((int16_t *)rows.packed->group)[row] = -1;
+        else if (rows.packed && rows.packed->group_bytes == 4) ((int32_t *)rows.packed->group)[row] = -1;
         rows.positions[row] = int32_t(rows.position);
         rows.scores[row] = 0;
         i64 statistics = __builtin_popcountll(rows.statistics) * (rows.by_head ? 1 + G : 1);
@@ -121,6 +131,8 @@ template <class W, class A> struct Attention {
         const i64 D = channels(), row = start + rank;
         if (!rows.packed || rank >= length - tail) {
             convert(rows.packed ? in_tail(rows.packed->tail_keys, rank) : (const W *)rows.keys + row * D, k, D);
+        } else if (alone) {
+            read_packed(rows.packed->key_codes, rows.packed->key_step, rows.packed->key_zero, row, k);
         } else {
             const Packed &p = *rows.packed;
             i64 group = p.group_bytes == 2 ? ((int16_t *)p.group)[row] : ((int32_t *)p.group)[row];
@@ -138,15 +150,15 @@ template <class W, class A> struct Attention {
         }
     }
 
-    void read_packed_value(i64 rank, A *v) const { // rotated by Hadamard's matrix
-        const i64 D = channels(), row = start + rank;
-        const Packed &p = *rows.packed;
-        uint8_t codes[MOST_CHANNELS];
-        codes_of(p, p.value_codes, row, D, codes);
-        for (i64 c = 0; c < p.value_groups; c++) {
-            A step = number(p.value_step[row * p.value_groups + c]), zero = number(p.value_zero[row * p.value_groups + c]);
+    void read_packed(const uint8_t *stored, const f16 *steps, const f16 *zeros, i64 row, A *x) const {
+        const i64 D = channels(), groups = rows.packed->value_groups;
+        uint8_t own[MOST_CHANNELS];
+        const uint8_t *codes = alone ? stored + row * D : own;
+        if (!alone) codes_of(*rows.packed, stored, row, D, own);
+        for (i64 c = 0; c < groups; c++) {
+            A step = number(steps[row * groups + c]), zero = number(zeros[row * groups + c]);
             const uint8_t *from = codes + c * some;
-            A *to = v + c * some;
+            A *to = x + c * some;
             each<A>(some, [&](auto d) { keep<A>(to + d, zero + load(from + d) * step); }, [&](i64 d) { to[d] = zero + A(from[d]) * step; });
         }
     }
@@ -180,10 +192,11 @@ template <class W, class A> struct Attention {
             memset(rotated, 0, G * D * sizeof(A));
             for (i64 s = from, n; s < packed; s += n) {
                 n = std::min(BLOCK, packed - s);
-                for (i64 i = 0; i < n; i++) read_packed_value(s + i, block + i * D);
+                for (i64 i = 0; i < n; i++)
+                    read_packed(rows.packed->value_codes, rows.packed->value_step, rows.packed->value_zero, start + s + i, block + i * D);
                 weigh(block, n, weights + s - from, rotated);
             }
-            for (i64 g = 0; g < G; g++) hadamard(rotated + g * D, D);
+            for (i64 g = 0; !alone && g < G; g++) hadamard(rotated + g * D, D); // as values in fewer bits are
             memcpy(part.out, rotated, G * D * sizeof(A));
         }
         const W *v = rows.packed ? (packed < to ? in_tail(rows.packed->tail_values, packed) : nullptr)

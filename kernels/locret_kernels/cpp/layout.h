@@ -42,7 +42,7 @@ struct Decoder {
 struct Packed {
     uint8_t *key_codes, *value_codes;
     void *group; // int16 or int32
-    const f16 *key_step, *key_zero, *value_step, *value_zero;
+    f16 *key_step, *key_zero, *value_step, *value_zero; // of 8 bits each row's own; of fewer bits keys have those of their group
     Weights *tail_keys, *tail_values;
     i64 bits, group_bytes, groups, value_groups, tail_room, tail;
 };

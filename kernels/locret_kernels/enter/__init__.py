@@ -9,27 +9,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import check_some
+from ..quantise import row_codes
 
 __all__ = ["enter_rows"]
 
 
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
+class Levels(NamedTuple):
+    """Steps and zero points (float16) of rows in 8 bits, for ``C`` groups of channels (``quantise.row_codes``)."""
 
-
-class Scales(NamedTuple):
-    """Scales ``[H]`` (float32) of keys and of values in 8 bits, and a count of numbers beyond the largest code."""
-
-    keys_H: Tensor
-    values_H: Tensor
-    clipped_2: Tensor
-    """Int64: keys, then values."""
-
-
-def float8_codes(x_HTD: Tensor, scale_H: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes ``[H, T, D]`` (E4M3, as uint8) of numbers over their head's scale, and how many were beyond the largest (int64)."""
-    y = x_HTD.float() / scale_H[:, None, None]
-    clipped = (y.abs() > LARGEST).sum()
-    return y.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8), clipped
+    key_step_NC: Tensor
+    key_zero_NC: Tensor
+    value_step_NC: Tensor
+    value_zero_NC: Tensor
 
 
 class RowBuffers(NamedTuple):
@@ -41,8 +32,8 @@ class RowBuffers(NamedTuple):
     scores_N: Tensor
     """Float32, and so are the statistics."""
     stats_XN: Tensor
-    scales: Scales | None = None
-    """Scales of keys and values that are codes."""
+    levels: Levels | None = None
+    """Of keys and values that are codes."""
 
 
 class HeadProduct(NamedTuple):
@@ -79,11 +70,11 @@ def enter_rows(
     new_T = torch.arange(T, device=k_HTD.device)
     if isinstance(at, int) or at.dim() < 2:
         at = at + new_T + apart * torch.arange(H, device=k_HTD.device)[:, None]
-    new = k_HTD, v_HTD
-    if rows.scales is not None:
-        new, clipped = zip(*map(float8_codes, new, rows.scales), strict=True)
-        rows.scales.clipped_2.add_(torch.stack(clipped))
-    rows.keys_ND[at], rows.values_ND[at] = (x.to(rows.keys_ND.dtype) for x in new)
+    for n, (buffer, x) in enumerate(((rows.keys_ND, k_HTD), (rows.values_ND, v_HTD))):
+        if rows.levels is not None:
+            step, zero = rows.levels[2 * n : 2 * n + 2]
+            x, step[at], zero[at] = row_codes(x, x.shape[-1] // step.shape[1])
+        buffer[at] = x.to(buffer.dtype)
     each = isinstance(seen, Tensor) and seen.dim() > 0
     rows.positions_N[at] = (seen if each else seen + new_T).to(rows.positions_N.dtype)  # type: ignore[union-attr]
     zero = rows.stats_XN.new_zeros(())  # a number of the host would be copied

@@ -13,10 +13,12 @@ from triton import cdiv
 
 from .. import check_some, common
 from ..common import UPCAST, check
-from . import LARGEST as MOST
+from ..quantise import HALF_MAX as MOST
+from ..quantise import ROUNDING as HALF_ROUNDING
+from ..quantise import SUBNORMAL as LEAST
 from . import HeadProduct, RowBuffers, Score
 
-LARGEST = tl.constexpr(MOST)
+HALF_MAX, ROUNDING, SUBNORMAL = tl.constexpr(MOST), tl.constexpr(HALF_ROUNDING), tl.constexpr(LEAST)
 FEW = 16
 """Most tokens for each head's programs to compute their own scores."""
 ZERO, GIVEN, ALONE, TOGETHER = (tl.constexpr(form) for form in range(4))
@@ -45,25 +47,46 @@ def _activated(x):
 
 
 @triton.jit
-def _stored(x, keep, dtype, scales, clipped, h, H, CODED: tl.constexpr):
-    """Numbers ``[BT, BD]`` as their buffer stores them: codes of 8-bit floats (E4M3), or their own type."""
-    if not CODED:
-        return x.to(dtype)
-    y = x.to(tl.float32) / tl.load(scales + h, mask=h < H, other=1.0)
-    size = tl.minimum(tl.abs(y), LARGEST)
-    tl.atomic_add(clipped, tl.sum(tl.sum((keep & (tl.abs(y) > LARGEST)).to(tl.int64), 1), 0))
-    # Steps of the power of two below, 8 to 15 of a normal number: a sum with 1.5 * 2^23 rounds them to even, so no card's own
-    # conversion is needed. A number that is rounded up to 16 steps gets the next exponent.
-    power = tl.maximum((size.to(tl.int32, bitcast=True) >> 23) - 127, -6)
-    steps = size * ((130 - power) << 23).to(tl.float32, bitcast=True)
-    code = (steps + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000 + (power + 6) * 8
-    return (code | ((y.to(tl.int32, bitcast=True) >> 24) & 128)).to(dtype)
+def _store(
+    x, keep, base, step, zero, to, D: tl.constexpr, CODED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Store rows ``x [BT, BD]``: as they are, or as codes of 8 bits with a step and a zero point for ``CODED`` channels."""
+    columns = tl.arange(0, BLOCK_D)[None, :]  # [1, BD]
+    if CODED:
+        GROUPS: tl.constexpr = BLOCK_D // CODED
+        x = tl.reshape(x.to(tl.float32), [BLOCK_T, GROUPS, CODED])
+        # As `quantise.levels`: the zero point is rounded down; a step that is too small is made one unit larger.
+        lo = tl.min(x, 2)  # [BT, GROUPS]
+        near = _half(lo)
+        low = tl.where(near.to(tl.float32) > lo, _half(lo - tl.abs(lo) * ROUNDING - SUBNORMAL), near)
+        reach = tl.max(x, 2) - low.to(tl.float32)
+        each = tl.div_rn(reach, 255.0)
+        size = _half(tl.maximum(each, SUBNORMAL))
+        size = tl.where(reach > 255.5 * size.to(tl.float32), _half(each * (1 + ROUNDING) + SUBNORMAL), size)
+        y = tl.div_rn(x - low.to(tl.float32)[:, :, None], size.to(tl.float32)[:, :, None])
+        # A sum with 1.5 * 2^23 rounds to even.
+        y = (tl.minimum(tl.maximum(y, 0.0), 255.0) + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+        x = tl.reshape(y, [BLOCK_T, BLOCK_D])
+        group = tl.arange(0, GROUPS)[None, :]  # [1, GROUPS]
+        at, inside = (
+            to[:, None] * (D // CODED) + group,
+            (tl.sum(keep.to(tl.int32), 1) > 0)[:, None] & (group < D // CODED),
+        )
+        tl.store(step + at, size, mask=inside)
+        tl.store(zero + at, low, mask=inside)
+    tl.store(base + to[:, None] * D + columns, x.to(base.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _half(x):
+    """Float16, within its range."""
+    return tl.minimum(tl.maximum(x, -HALF_MAX), HALF_MAX).to(tl.float16)
 
 
 @triton.jit(do_not_specialize=["at", "seen", "apart", "T"])
 def _enter_rows(
-    k, v, score, fc2, key_scale, value_scale, clipped, keys, values, positions, scores, stats, at, seen, stride_kh, stride_kt,
-    stride_vh, stride_vt, stride_sh, stride_st, stride_ah, stride_at, stride_x, apart, H, T, R, X: tl.constexpr,
+    k, v, score, fc2, key_step, key_zero, value_step, value_zero, keys, values, positions, scores, stats, at, seen, stride_kh,
+    stride_kt, stride_vh, stride_vt, stride_sh, stride_st, stride_ah, stride_at, stride_x, apart, H, T, R, X: tl.constexpr,
     D: tl.constexpr, V: tl.constexpr, CODED: tl.constexpr, SCORE: tl.constexpr, AT: tl.constexpr, SEEN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -89,12 +112,10 @@ def _enter_rows(
     columns = tl.arange(0, BLOCK_D)[None, :]  # [1, BD]
     keep = there[:, None] & (columns < D)  # [BT, BD]
     x = tl.load(k + h * stride_kh + t[:, None] * stride_kt + columns, mask=keep, other=0.0)
-    x = _stored(x, keep, keys.dtype.element_ty, key_scale, clipped, h, H, CODED)
-    tl.store(keys + to[:, None] * D + columns, x, mask=keep)
+    _store(x, keep, keys, key_step, key_zero, to, D, CODED, BLOCK_T, BLOCK_D)
     keep = there[:, None] & (columns < V)
     x = tl.load(v + h * stride_vh + t[:, None] * stride_vt + columns, mask=keep, other=0.0)
-    x = _stored(x, keep, values.dtype.element_ty, value_scale, clipped + 1, h, H, CODED)
-    tl.store(values + to[:, None] * V + columns, x, mask=keep)
+    _store(x, keep, values, value_step, value_zero, to, V, CODED, BLOCK_T, BLOCK_D)
     tl.store(positions + to, _rows_of(seen, t, 0 * h, there, 0, 1, 0, SEEN).to(tl.int32), mask=there)
     total = tl.zeros([BLOCK_T], tl.float32)
     if SCORE == ALONE:
@@ -131,14 +152,19 @@ def enter_rows(
     elif score is not None:
         given, form = score[0], GIVEN.value
         strides = given.stride()
-    scales = rows.scales or (k_HTD,) * 3
+    coded = 0 if rows.levels is None else D // rows.levels.key_step_NC.shape[1]
+    if coded and (coded & (coded - 1) or coded * rows.levels.value_step_NC.shape[1] != V):
+        raise ValueError(
+            f"{coded} channels that share a step must be a power of two, for keys and values (backend='triton')"
+        )
+    levels = rows.levels or (k_HTD,) * 4
     block_t, block_h, each = 1 if T <= FEW else 16, max(16, triton.next_power_of_2(H)), _form(at, 2) == EACH.value
     block_r = triton.next_power_of_2(R) if form == ALONE.value else max(64, min(256, 8192 // block_h))
     common.launch(
-        _enter_rows, (cdiv(T, block_t), H + (form == TOGETHER.value)), k_HTD, v_HTD, given, fc2, *scales, *rows[:5], at, seen,
+        _enter_rows, (cdiv(T, block_t), H + (form == TOGETHER.value)), k_HTD, v_HTD, given, fc2, *levels, *rows[:5], at, seen,
         *k_HTD.stride()[:2], *v_HTD.stride()[:2], *strides, *(at.stride() if each else (0, 0)),
         rows.stats_XN.stride(0), apart, H, T, R,
-        X=len(rows.stats_XN), D=D, V=V, CODED=rows.scales is not None, SCORE=form, AT=_form(at, 2), SEEN=_form(seen, 1),
+        X=len(rows.stats_XN), D=D, V=V, CODED=coded, SCORE=form, AT=_form(at, 2), SEEN=_form(seen, 1),
         BLOCK_T=block_t, BLOCK_D=triton.next_power_of_2(max(D, V)), BLOCK_H=block_h,
         BLOCK_R=block_r, num_warps=4, num_stages=2,
     )  # fmt: skip

@@ -12,39 +12,10 @@
 #include <vector>
 
 #include "layout.h"
+#include "levels.h"
 
 namespace {
 
-constexpr float HALF_MAX = 65504, SUBNORMAL = 5.9604644775390625e-8f, ROUNDING = 0.0009765625f;
-
-f16 half(float x) { // of numbers within its range, to the nearest, ties to even
-    uint32_t bits, sign;
-    memcpy(&bits, &x, 4);
-    sign = bits >> 16 & 0x8000, bits &= 0x7fffffff;
-    if (bits < 0x38800000) { // below 2^-14: multiples of 2^-24
-        float size;
-        memcpy(&size, &bits, 4);
-        return {uint16_t(sign | uint32_t(std::nearbyint(size / SUBNORMAL)))};
-    }
-    bits += 0xfff + (bits >> 13 & 1);
-    return {uint16_t(sign | ((bits >> 13) - (112 << 10)))};
-}
-float within(float x, float lo) { return std::min(std::max(x, lo), HALF_MAX); }
-
-struct Levels { f16 step, zero; };
-Levels levels(float lo, float hi, int bits) {
-    float most = float((1 << bits) - 1);
-    f16 zero = half(within(lo, -HALF_MAX));
-    if (number(zero) > lo) zero = half(within(lo - std::fabs(lo) * ROUNDING - SUBNORMAL, -HALF_MAX));
-    float reach = hi - number(zero), each = reach / most;
-    f16 step = half(within(each, SUBNORMAL));
-    if (reach > (most + 0.5f) * number(step)) step = half(std::min(each * (1 + ROUNDING) + SUBNORMAL, HALF_MAX));
-    return {step, zero};
-}
-float code(float x, Levels by, int bits) {
-    // 0 of what is no number: the first argument is what such a comparison leaves.
-    return std::nearbyint(std::min(std::max(0.0f, (x - number(by.zero)) / number(by.step)), float((1 << bits) - 1)));
-}
 // Codes of a row of keys, each channel by its own step and zero point.
 void encode(const float *x, const f16 *zero, const f16 *step, i64 D, int bits, uint8_t *to) {
     const float most = float((1 << bits) - 1), whole = 12582912; // a number becomes whole, ties to even, where that is added
@@ -99,7 +70,7 @@ struct Group { // of a layer
     const Weights *tail_keys, *tail_values; // [H, tail_room, D]
     const float *hadamard;              // [D, D]
     i64 heads, rows, capacity, channels, bits, groups, value_group, tail, ready, full, pairs, type; // type: as `TYPES`
-    Weights *keys, *values; // [H, room, D]: all rows as they are read back, the tail's too; null where the tail alone is at hand
+    Weights *keys, *values; // [H, room, D]: all rows as they are read back, the tail's too
     i64 tail_room, room;
 };
 }
@@ -168,18 +139,7 @@ struct Head {
 
     void read() {
         keys.resize(S * D);
-        std::vector<uint8_t> codes(D);
-        for (i64 s = 0; s < S; s++) {
-            float *to = keys.data() + s * D;
-            if (g.keys) take(g, g.keys, (h * g.room + s) * D, to);
-            else if (s >= first) take(g, g.tail_keys, (h * g.tail_room + s - first) * D, to);
-            else key(s, codes.data(), to);
-            for (i64 d = 0; !g.keys && s < first && g.type == 16 && d < D; d++) {
-                bf16 rounded;
-                store(rounded, to[d]);
-                to[d] = number(rounded);
-            }
-        }
+        for (i64 s = 0; s < S; s++) take(g, g.keys, (h * g.room + s) * D, keys.data() + s * D);
     }
 
     // The mean of some rows, channel by channel.
@@ -306,8 +266,7 @@ struct Head {
         std::vector<uint8_t> codes(D);
         for (i64 s = from, last = std::min(end, from + PART); s < last; s++) {
             if (!leaving[s]) continue;
-            if (g.keys) take(g, g.values, (h * g.room + s) * D, own.data());
-            else take(g, g.tail_values, (h * g.tail_room + s - first) * D, own.data());
+            take(g, g.values, (h * g.room + s) * D, own.data());
             multiply(own.data(), g.hadamard, D, x.data());
             for (i64 c = 0; c < parts; c++) {
                 const float *part = x.data() + c * g.value_group;
@@ -331,12 +290,10 @@ extern "C" void locret_open(const Group *g, int values, int threads) {
     for (i64 i = 0; i < g->heads * parts; i++) Head(*g, i / parts).open(i % parts * PART, values);
 }
 
-extern "C" void locret_quantise(const Group *layers, i64 count, int threads) { // layers of as many heads
+extern "C" void locret_quantise(const Group *g, int threads) {
     std::vector<Head> heads;
-    i64 parts = 0;
-    for (i64 i = 0; i < count * layers[0].heads; i++) heads.emplace_back(layers[i / layers[0].heads], i % layers[0].heads);
-    for (i64 i = 0; i < count; i++) parts = std::max(parts, (layers[i].ready + PART - 1) / PART);
-    const i64 all = i64(heads.size());
+    for (i64 h = 0; h < g->heads; h++) heads.emplace_back(*g, h);
+    const i64 all = g->heads, parts = (g->ready + PART - 1) / PART;
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
     for (i64 i = 0; i < all * (1 + parts); i++) {
         Head &head = heads[i % all];

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import check_some
+from ..quantise import decode, row_numbers, unpack
 from ..rotate import rotate_rows
 
 __all__ = ["ragged_decode"]
@@ -107,15 +108,18 @@ FullRows = tuple[Tensor, Tensor]
 """Keys and values ``[N, D]`` of all heads, one head's rows after another's; a uniform cache is a view of this form."""
 
 
-class Float8Rows(NamedTuple):
-    """Keys and values of all heads in floating point of 8 bits: ``code * scale``, the codes E4M3 as uint8, a scale for each of
-    the ``P = B * H`` heads."""
+class ByteRows(NamedTuple):
+    """Keys and values of all heads in 8 bits: ``zero + code * step``, with a step and a zero point of each row for a group of
+    channels."""
 
-    keys_ND: Tensor
-    values_ND: Tensor
-    key_scale_P: Tensor
-    """float32, and so are the values'."""
-    value_scale_P: Tensor
+    key_codes_ND: Tensor
+    """uint8, as the values'."""
+    value_codes_ND: Tensor
+    key_step_NC: Tensor
+    """float16, as all steps and zero points."""
+    key_zero_NC: Tensor
+    value_step_NC: Tensor
+    value_zero_NC: Tensor
 
 
 class PackedRows(NamedTuple):
@@ -150,7 +154,7 @@ class PackedRows(NamedTuple):
         return 8 * self.key_codes_NX.shape[1] // self.key_step_PMD.shape[2]
 
 
-Rows = FullRows | Float8Rows | PackedRows
+Rows = FullRows | ByteRows | PackedRows
 Turn = Rotation | Angles | None
 
 
@@ -206,26 +210,19 @@ def ragged_decode(
 def _read(rows: Rows, p: int, row_S: Tensor, there_S: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values ``[S, D]`` of some rows of head ``p``, of which it has those that are ``there``."""
     keys, values = rows[0][row_S], rows[1][row_S]
-    if isinstance(rows, Float8Rows):
-        k, v = (x.view(torch.float8_e4m3fn).float() for x in (keys, values))
-        return k * rows.key_scale_P[p], v * rows.value_scale_P[p]
+    if isinstance(rows, ByteRows):
+        key_step, key_zero, value_step, value_zero = (x[row_S] for x in rows[2:])
+        return row_numbers(keys, key_step, key_zero), row_numbers(values, value_step, value_zero)
     if not isinstance(rows, PackedRows):
         return keys, values
     D, rank_S = rows.key_step_PMD.shape[2], torch.arange(len(row_S), device=row_S.device)
     first_of_tail = there_S.sum() - rows.tail_BH.flatten()[p]
     packed_S1 = (there_S & (rank_S < first_of_tail))[:, None]
     group_S = rows.group_N[row_S].long().where(packed_S1[:, 0], 0)
-    step, zero = (x[p, group_S].float() for x in (rows.key_step_PMD, rows.key_zero_PMD))  # [S, D]
-    k = zero + _codes(keys, rows.bits) * step
-    levels = (x[row_S].float() for x in (rows.value_step_NC, rows.value_zero_NC))  # [S, C]
-    step, zero = (x.repeat_interleave(D // x.shape[1], -1) for x in levels)  # [S, D]
-    v = (zero + _codes(values, rows.bits) * step) @ hadamard(D, row_S.device)
+    k = decode(unpack(keys, rows.bits), *(x[p, group_S] for x in (rows.key_step_PMD, rows.key_zero_PMD)))
+    v = row_numbers(unpack(values, rows.bits), rows.value_step_NC[row_S], rows.value_zero_NC[row_S]) @ hadamard(
+        D, row_S.device
+    )
     newest_S = (rank_S - first_of_tail).clamp(0, rows.tail_keys_PRD.shape[1] - 1)
     k = torch.where(packed_S1, k, rows.tail_keys_PRD[p, newest_S])
     return k, torch.where(packed_S1, v, rows.tail_values_PRD[p, newest_S])
-
-
-def _codes(packed_NX: Tensor, bits: int) -> Tensor:
-    """Codes ``[N, X * 8 / bits]`` of bytes."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed_NX.device)
-    return ((packed_NX[..., None] >> shifts) & (2**bits - 1)).flatten(-2)

@@ -24,7 +24,7 @@ from triton import cdiv
 
 from .. import check_some, common
 from ..common import LEAST_BLOCKS, LN2, LOG2E, check, head_blocks, join_parts
-from . import BLOCK, Angles, Decoded, Float8Rows, PackedRows, Rotation, Rows, Spans, Turn, hadamard
+from . import BLOCK, Angles, ByteRows, Decoded, PackedRows, Rotation, Rows, Spans, Turn, hadamard
 
 NONE = tl.constexpr(-1.0e30)
 """Logit of no row: below all others, and finite, so that differences are numbers."""
@@ -48,27 +48,17 @@ def _turn(low, high, c, s):
 
 
 @triton.jit
-def _float8(codes):
-    """Numbers (float32) of E4M3 codes: their bits are those of a float16, whose exponent counts from 8 more. No card's own
-    conversion is needed."""
-    bits = codes.to(tl.int32)
-    half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-    return half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-
-
-@triton.jit
 def _read(base, rows, keep, stride, level, step, zero, tail, first_of_tail, FIRST: tl.constexpr, N: tl.constexpr,
           COLUMNS: tl.constexpr, SHARED: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr):  # fmt: skip
     """Columns ``FIRST .. FIRST + N`` of rows ``[rows, columns]`` (float32).
 
-    They are stored in full, in 8 bits without their scale, or as codes of ``BITS`` bits. ``SHARED`` codes have one step
-    and one zero point, from ``level [rows]`` on, and the newest rows are in a tail.
+    They are stored in full, or as codes of ``BITS`` bits. ``SHARED`` codes have one step and one zero point, from
+    ``level [rows]`` on. Of fewer than 8 bits the newest rows are in a tail.
     """
     columns = FIRST + tl.arange(0, COLUMNS)  # [columns]
     inside = keep[:, None] & (columns < FIRST + N)[None, :]  # [rows, columns]
-    if BITS == 0 or BITS == 8:
-        x = tl.load(base + rows[:, None] * stride + columns[None, :], mask=inside, other=0)
-        x = _float8(x) if BITS == 8 else x.to(tl.float32)
+    if BITS == 0:
+        x = tl.load(base + rows[:, None] * stride + columns[None, :], mask=inside, other=0).to(tl.float32)
     else:
         PER_BYTE: tl.constexpr = 8 // BITS
         packed = inside & (rows < first_of_tail)[:, None]
@@ -77,9 +67,10 @@ def _read(base, rows, keep, stride, level, step, zero, tail, first_of_tail, FIRS
         at = level[:, None] + (columns // SHARED)[None, :]  # [rows, columns]
         x = tl.load(zero + at, mask=packed, other=0.0).to(tl.float32)
         x += code.to(tl.float32) * tl.load(step + at, mask=packed, other=0.0).to(tl.float32)
-        newest = inside & (rows >= first_of_tail)[:, None]
-        held = tl.load(tail + (rows - first_of_tail)[:, None] * D + columns[None, :], mask=newest, other=0.0)
-        x = tl.where(newest, held.to(tl.float32), x)
+        if BITS < 8:
+            newest = inside & (rows >= first_of_tail)[:, None]
+            held = tl.load(tail + (rows - first_of_tail)[:, None] * D + columns[None, :], mask=newest, other=0.0)
+            x = tl.where(newest, held.to(tl.float32), x)
     return x
 
 
@@ -96,13 +87,14 @@ def _ragged_decode(
     group of one query goes by lanes.
 
     Keys are read in columns ``A``, ``B`` and ``C``: both halves that turn and what passes, or the two blocks of a head whose rows
-    do not turn. ``TURN``: 1 by tables, 2 by angles. Of 8-bit rows ``key_step`` and ``value_step`` are the scales of heads,
-    factors of the logits and of the output.
+    do not turn. ``TURN``: 1 by tables, 2 by angles. Keys in 8 bits have steps of their own as values have, fewer bits those of
+    their group.
     """
     D: tl.constexpr = D0 + D1
     LANES: tl.constexpr = BLOCK_G == 1
     SUMS: tl.constexpr = BLOCK_S if LANES else BLOCK_G
     VALUES: tl.constexpr = D // GROUPS
+    KEYS: tl.constexpr = VALUES if BITS == 8 else 1
     kind = tl.float32 if common.UPCAST else q.dtype.element_ty
     head, split = tl.program_id(0), tl.program_id(1)
     b, h = head // H, head % H
@@ -132,15 +124,15 @@ def _ragged_decode(
     place += start
     logits += (head.to(tl.int64) * G + members)[:, None] * S  # [BG, 1] of [B * Q, S]
     first_of_tail = length
-    larger = 1.0  # factor of the values
+    if BITS > 0:
+        value_step += start * GROUPS
+        value_zero += start * GROUPS
     if BITS == 8:
-        scale *= tl.load(key_step + head)
-        larger = tl.load(value_step + head)
+        key_step += start * GROUPS
+        key_zero += start * GROUPS
     elif BITS > 0:
         first_of_tail -= tl.load(tails + head).to(tl.int32)
         groups += start
-        value_step += start * GROUPS
-        value_zero += start * GROUPS
         key_step += head.to(tl.int64) * M * D
         key_zero += head.to(tl.int64) * M * D
         tail_keys += head.to(tl.int64) * R * D
@@ -156,15 +148,15 @@ def _ragged_decode(
     for s in range(begin, tl.minimum(begin + per_split, length), BLOCK_S):
         rows = s + block  # [BS]
         there = (rows < length) & (rows < begin + per_split)
-        level = rows
+        level = rows * GROUPS
         if BITS == 4 or BITS == 2:
             level = tl.load(groups + rows, mask=there & (rows < first_of_tail), other=0).to(tl.int32) * D  # [BS]
         ka = _read(keys, rows, there, stride_k, level, key_step, key_zero, tail_keys, first_of_tail,
-                   0, A, BLOCK_A, 1, BITS, D)  # [BS, BA]  # fmt: skip
+                   0, A, BLOCK_A, KEYS, BITS, D)  # [BS, BA]  # fmt: skip
         kb = ka
         if B > 0:
             kb = _read(keys, rows, there, stride_k, level, key_step, key_zero, tail_keys, first_of_tail,
-                       A, B, BLOCK_B, 1, BITS, D)  # [BS, BB]  # fmt: skip
+                       A, B, BLOCK_B, KEYS, BITS, D)  # [BS, BB]  # fmt: skip
         ua, ub = qa, qb
         if TURN == 1:
             places = rows  # their rank, or the given place where it is higher
@@ -189,7 +181,7 @@ def _ragged_decode(
                 x = tl.dot(ub.to(kind), tl.trans(kb.to(kind)), x, input_precision="ieee")
         if C > 0:
             kc = _read(keys, rows, there, stride_k, level, key_step, key_zero, tail_keys, first_of_tail,
-                       A + B, C, BLOCK_C, 1, BITS, D)  # [BS, BC]  # fmt: skip
+                       A + B, C, BLOCK_C, KEYS, BITS, D)  # [BS, BC]  # fmt: skip
             if LANES:
                 x += tl.sum(kc * qc, 1)
             else:
@@ -234,7 +226,7 @@ def _ragged_decode(
     at = (split.to(tl.int64) * tl.num_programs(0) + head) * G + members  # [BG] of [splits, B * Q]
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
-    share = (larger / total)[:, None]  # [BG, 1]
+    share = (1.0 / total)[:, None]  # [BG, 1]
     tl.store(norms + at, tl.where(empty, float("-inf"), (top + tl.log2(total)) * LN2), mask=alive)
     tl.store(parts + at[:, None] * D + tl.arange(0, D0)[None, :], y0 * share, mask=alive[:, None])
     if D1 > 0:
@@ -249,20 +241,21 @@ def _ragged_decode(
 
 def _full(q_BQD: Tensor, rows: tuple[Tensor, ...], spans: Spans) -> tuple[Tensor, ...]:
     """Rows in full or in 8 bits as the kernel takes them, checked."""
-    keys_ND, values_ND, *scales = rows
+    keys_ND, values_ND, *levels = rows
     check(q=q_BQD, keys=keys_ND, values=values_ND, longest=spans.longest)
     Q, D, H = *q_BQD.shape[1:], spans.starts_BH.shape[1]
     if Q % H or keys_ND.shape[1] != D or values_ND.shape != keys_ND.shape:
         shapes = f"keys {tuple(keys_ND.shape)} and values {tuple(values_ND.shape)}"
         raise ValueError(f"q {tuple(q_BQD.shape)}, {shapes} do not belong together")
-    if not (torch.uint8 if scales else q_BQD.dtype) == keys_ND.dtype == values_ND.dtype:
-        raise ValueError("q, keys and values must be of one type, or keys and values torch.uint8 with their scales")
-    P = spans.starts_BH.numel()
-    if any(x.dtype != torch.float32 or x.shape != (P,) for x in scales):
-        raise ValueError(f"scales {tuple(scales[0].shape)} must be float32, one for each of {P} heads")
+    if not (torch.uint8 if levels else q_BQD.dtype) == keys_ND.dtype == values_ND.dtype:
+        raise ValueError("q, keys and values must be of one type, or keys and values torch.uint8 with their steps")
+    if any(
+        x.dtype != torch.float16 or x.shape != levels[0].shape or D % x.shape[1] or not x.is_contiguous()
+        for x in levels
+    ):
+        raise ValueError(f"steps {tuple(levels[0].shape)} must be float16, as many of keys as of values")
     none = q_BQD  # stands in for what the kernel does not read
-    key_scale, value_scale = scales or (none, none)
-    return keys_ND, values_ND, none, key_scale, none, value_scale, none, none, none, none
+    return keys_ND, values_ND, none, *(levels or [none] * 4), none, none, none
 
 
 def _packed(q_BQD: Tensor, rows: PackedRows, spans: Spans) -> tuple[Tensor, ...]:
@@ -294,12 +287,14 @@ def ragged_decode(
     q_BQD: Tensor, rows: Rows, spans: Spans, scaling: float, turn: Turn = None, received: bool = False
 ) -> Decoded:
     """See the definition, ``ragged_decode``."""
-    bits, groups, sizes, few = 8 * isinstance(rows, Float8Rows), 1, (1, 1), isinstance(rows, PackedRows)
+    bits, groups, sizes, few = 0, 1, (1, 1), isinstance(rows, PackedRows)
     if isinstance(rows, PackedRows):
-        given, bits, groups = _packed(q_BQD, rows, spans), rows.bits, rows.value_step_NC.shape[1]
+        given, bits = _packed(q_BQD, rows, spans), rows.bits
         sizes = rows.key_step_PMD.shape[1], rows.tail_keys_PRD.shape[1]
     else:
         given = _full(q_BQD, rows, spans)
+    if isinstance(rows, PackedRows | ByteRows):
+        bits, groups = bits or 8, rows.value_step_NC.shape[1]
     (B, Q, D), (starts_BH, lengths_BH, longest) = q_BQD.shape, spans
     H = starts_BH.shape[1]
     D0, D1 = head_blocks(D, q_BQD.dtype)

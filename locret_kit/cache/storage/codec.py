@@ -1,4 +1,4 @@
-"""Codecs: how keys and values of a layer's rows are stored. ``Plain`` stores them as they come; see ``Float8``, ``quantised``."""
+"""Codecs: how keys and values of a layer's rows are stored. ``Plain`` stores them as they come; see ``quantised``."""
 
 from __future__ import annotations
 
@@ -9,22 +9,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from locret_kernels.enter import LARGEST, Scales, float8_codes
-from locret_kernels.ragged_decode import Float8Rows, PackedRows
+from locret_kernels.ragged_decode import ByteRows, PackedRows
 
 from ...policies import Policy
 from ...policies.capabilities import Subject, refuse
 from ...registry import Registry
 from .layouts import Index, Layout, Shapes
 
-# ---- bits of a stored number ----------------------------------------------------------------------------------------
-
-# Which there are, and what goes with them.
-
-
 BITS = (4, 2)
-FLOAT8 = 8
-"""Bits that are no codes of groups but floating point: see ``codec.Float8``."""
+"""Bits of codes whose keys are in groups of rows (``quantised.GroupedBits``)."""
 
 
 def check_storage(kv_bits: int | str | None, policy: Policy) -> None:
@@ -88,7 +81,7 @@ class Codec(ABC):
         """``keys`` or ``values`` of rows, of the index's shape, in the model's dtype: a view where that is possible."""
 
     @abstractmethod
-    def flat(self) -> tuple[Tensor, Tensor] | Float8Rows | PackedRows:
+    def flat(self) -> tuple[Tensor, Tensor] | ByteRows | PackedRows:
         """All rows ``[N, D]`` as they are stored, end to end."""
 
     def moving(self) -> list[Tensor]:
@@ -187,99 +180,3 @@ class Scratch:
     def nbytes(self) -> int:
         """Bytes of both buffers."""
         return int(self.keys.nbytes + self.values.nbytes)
-
-
-# ---- keys and values in floating point of 8 bits (E4M3) ----
-
-
-# ---- keys and values of rows in floating point of 8 bits ------------------------------------------------------------
-
-# E4M3: sign, 4 bits of exponent, 3 of mantissa; a scale for each head.
-#
-# A number is read back as ``code * scale``, within 1/16 of itself wherever it is above a 28,672nd of the largest, which is 448
-# times the scale. A head's scale is a power of two, so scaling rounds nothing, and is fixed by the first tokens of a text that
-# are read together: the largest number among them is ``MARGIN`` times below the largest code. A number beyond that is clipped,
-# and counted.
-#
-# A row is quantised as it enters and never again, so it moves as it is. A decoded token's attention reads the codes as they lie;
-# a chunk's reads all rows in the model's dtype, its own too as they are stored.
-
-
-MARGIN = 4.0
-"""Room for numbers above the largest of the first tokens; one bit of 17 in the range of a code."""
-
-
-def scale_of(x_HTD: Tensor) -> Tensor:
-    """Scale ``[H]`` (float32, a power of two) of heads with such numbers."""
-    most_H = x_HTD.abs().amax((1, 2)).float().clamp(min=2.0**-100)
-    exponent_H = torch.frexp(most_H * (MARGIN / LARGEST)).exponent
-    return ((exponent_H + 127) << 23).view(torch.float32)  # 2 to that power, exactly
-
-
-class Float8(Codec):
-    """Keys and values in 8 bits."""
-
-    keys: Tensor
-    """Codes as uint8, which every operation can move, and so are the values'."""
-    values: Tensor
-    key_scale: Tensor
-    """``[H]`` float32, and so is the values'."""
-    value_scale: Tensor
-    clipped: Tensor
-    """``[2]`` int64: numbers of keys and of values that were beyond the largest code."""
-
-    def columns(self) -> dict[str, Column]:
-        return {"keys": (torch.uint8, (self.key_size,)), "values": (torch.uint8, (self.value_size,))}
-
-    def tables(self) -> Shapes:
-        scale = torch.float32, (self.layout.H,)
-        return {"key_scale": scale, "value_scale": scale, "clipped": (torch.int64, (2,))}
-
-    def begin(self) -> None:
-        self.key_scale.fill_(1)
-        self.value_scale.fill_(1)
-        self.clipped.zero_()
-
-    def write(self, at: Index, k_HTD: Tensor, v_HTD: Tensor) -> None:
-        scales = self.scales(k_HTD, v_HTD)
-        for number, (codes, scale_H, x) in enumerate(
-            ((self.keys, scales.keys_H, k_HTD), (self.values, scales.values_H, v_HTD))
-        ):
-            codes[at], clipped = float8_codes(x, scale_H)
-            self.clipped[number] += clipped
-
-    def scales(self, k_HTD: Tensor, v_HTD: Tensor) -> Scales:
-        """Scales for new rows, the first of which fix them for good: rows are never written a second time."""
-        if not self.layout.rows:
-            self.key_scale[:], self.value_scale[:] = scale_of(k_HTD), scale_of(v_HTD)
-        return Scales(self.key_scale, self.value_scale, self.clipped)
-
-    def read(self, name: str, at: Index) -> Tensor:
-        """``keys`` or ``values`` of rows, of the index's shape: 8-bit floats times the head's scale."""
-        codes, scale_H = (self.keys, self.key_scale) if name == "keys" else (self.values, self.value_scale)
-        return codes[at].view(torch.float8_e4m3fn).to(self.dtype).mul_(scale_H[:, None, None].to(self.dtype))
-
-    def flat(self) -> Float8Rows:
-        keys, values = self.keys.flatten(0, -2), self.values.flatten(0, -2)
-        return Float8Rows(keys, values, self.key_scale, self.value_scale)
-
-    def clear(self) -> None:
-        if hasattr(self, "clipped"):
-            self.clipped.zero_()
-
-    # ---- taken out and put back ------------------------------------------------------------------------------------
-
-    def export(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Scales ``[H]`` of keys and of values."""
-        return {name: getattr(self, name) for name in self.tables()}
-
-    def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back the scales ``[H]`` of keys and of values."""
-        for name in self.tables():
-            getattr(self, name).copy_(tensors[name])
-
-
-@CODECS.register(str(FLOAT8))
-def float8(bits: int | str, scratch: Scratch, compiled: bool, grows: bool) -> Codec:
-    """Codec of ``kv_bits=8``."""
-    return Float8()

@@ -1,10 +1,14 @@
-"""Keys and values of rows in 4 or 2 bits: keys by channel, values by token, the newest rows as they came.
+"""Keys and values of rows as integers: in 8 bits each row by itself; in 4 or 2 bits keys by channel, values by token, the newest
+rows as they came.
 
-Source: KIVI, arXiv 2402.02750. A value row has its own steps and zero points, one for every ``VALUE_GROUP`` channels, and is
-quantised once. It is rotated by a Hadamard matrix before (QuaRot, arXiv 2404.00456), so that one large channel does not
-coarsen the steps of its group. Keys are quantised by channel over a group of up to ``group`` rows. KIVI's groups are
+**8 bits**: a row has its own steps and zero points, one for every 32 channels, is quantised as it enters and never again, and
+moves as it is. A number is read back within half a step.
+
+**4 and 2 bits**. Source: KIVI, arXiv 2402.02750. A value row is quantised like one in 8 bits,
+but rotated by a Hadamard matrix before (QuaRot, arXiv 2404.00456), so that one large channel does not coarsen the steps of its
+group. Keys are quantised by channel over a group of up to ``group`` rows. KIVI's groups are
 consecutive tokens, but an eviction leaves gaps in them. So here a row carries the number of its group, and the steps and zero
-points of all groups (one of each a channel) stand in a table of fixed size (see ``groups``). Any row may be in any group.
+points of all groups (one of each a channel) stand in a table of fixed size (see ``key_groups``). Any row may be in any group.
 Rows that are quantised together are grouped with rows like them, which makes the steps smaller. The few that are like
 none go in pairs, which keep them whole. A group that has lost all of its rows is free. Where too few are free for the new
 rows, the sparsest groups are quantised again together with them. These are as few groups as make room, so full ones
@@ -32,192 +36,54 @@ from torch.nn import functional as F
 
 from locret_kernels import cpp
 from locret_kernels import quantise as quantiser
-from locret_kernels.ragged_decode import PackedRows, hadamard
+from locret_kernels.quantise import decode, encode, levels, pack, row_codes, row_numbers, shared_channels, unpack
+from locret_kernels.ragged_decode import ByteRows, PackedRows, hadamard
 
 from ...settings import INT32_MAX
 from .codec import BITS, CODECS, Codec, Column, Scratch
+from .key_groups import GROUP, SPARE, pairs_of, regroup, table_size
 from .layouts import EqualRows, Index, Layout, Shapes
 
-# ---- uniform quantisation to 4 or 2 bits with a step and a zero point a group, and codes packed into bytes ----------
-
-# ``x`` is stored as ``code = round((x - zero) / step)`` and read back as ``zero + code * step``. Steps and zero points are
-# float16; zero points are rounded down and steps where it matters up, so that every number comes back within half a
-# step. Numbers beyond float16's range (65,504) saturate.
-# Source: KIVI, arXiv 2402.02750, section 3; the rounding is ours.
+# ---- 8 bits ---------------------------------------------------------------------------------------------------------
 
 
-HALF_MAX = torch.finfo(torch.float16).max
-VALUE_GROUP = 32
-"""Channels of a rotated row that share a step and a zero point, at most."""
-ROUNDING = 2.0**-10
-"""Twice the largest relative error of rounding a normal number to float16."""
-SUBNORMAL = 2.0**-24
-"""The spacing of float16 near zero."""
+class RowBits(Codec):
+    """Keys and values in 8 bits, each row by itself. One token's attention reads the codes as they lie, a chunk's all rows in
+    the model's dtype, its own too as they are stored."""
+
+    key_codes: Tensor
+    """``[H, capacity, D]`` uint8, and so are the values'."""
+    value_codes: Tensor
+    key_step: Tensor
+    """``[H, capacity, groups of channels]`` float16, and so are the zero point and those of values."""
+    key_zero: Tensor
+    value_step: Tensor
+    value_zero: Tensor
+
+    def columns(self) -> dict[str, Column]:
+        made: dict[str, Column] = {}
+        for name, size in (("key", self.key_size), ("value", self.value_size)):
+            shape = (size // shared_channels(size),)
+            made[f"{name}_codes"] = torch.uint8, (size,)
+            made |= {f"{name}_{level}": (torch.float16, shape) for level in ("step", "zero")}
+        return made
+
+    def write(self, at: Index, k_HTD: Tensor, v_HTD: Tensor) -> None:
+        for name, x in (("key", k_HTD), ("value", v_HTD)):
+            for part, new in zip(PARTS, row_codes(x, shared_channels(x.shape[-1])), strict=True):
+                getattr(self, f"{name}_{part}")[at] = new
+
+    def read(self, name: str, at: Index) -> Tensor:
+        return row_numbers(*(getattr(self, f"{name[:-1]}_{part}")[at] for part in PARTS)).to(self.dtype)
+
+    def flat(self) -> ByteRows:
+        return ByteRows(*(getattr(self, name.rpartition("_")[0]).flatten(0, -2) for name in ByteRows._fields))
 
 
-def levels(lo: Tensor, hi: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Step and zero point (float16, the shape of ``lo``) of groups whose smallest and largest number (float32) are given. Those
-    of limits that were read back from codes are the same again, so that quantising anew does not drift."""
-    most = 2**bits - 1
-    # Rounded down, never up: a zero point above the smallest number would clip it.
-    zero = lo.clamp(-HALF_MAX, HALF_MAX).half()
-    below = (lo - lo.abs() * ROUNDING - SUBNORMAL).clamp(-HALF_MAX, HALF_MAX).half()
-    zero = torch.where(zero.float() > lo, below, zero)
-    # From the stored zero point, not from lo; a step that float16 rounded too small is made one unit larger.
-    reach = hi - zero.float()
-    step = (reach / most).clamp(SUBNORMAL, HALF_MAX).half()
-    above = (reach / most * (1 + ROUNDING) + SUBNORMAL).clamp(max=HALF_MAX).half()
-    return torch.where(reach > (most + 0.5) * step.float(), above, step), zero
+PARTS = ("codes", "step", "zero")
 
 
-def encode(x: Tensor, step: Tensor, zero: Tensor, bits: int) -> Tensor:
-    """Codes (uint8, the shape of ``x``) of float32 numbers; ``step`` and ``zero`` broadcast."""
-    return ((x - zero.float()) / step.float()).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
-
-
-def decode(codes: Tensor, step: Tensor, zero: Tensor) -> Tensor:
-    """Numbers (float32) of codes, of their shape; ``step`` and ``zero`` broadcast."""
-    return zero.float() + codes * step.float()
-
-
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Bytes of shape ``[..., D * bits / 8]`` from codes ``[..., D]`` (uint8, below ``2^bits``). The first code has
-    the lowest bits."""
-    per_byte = 8 // bits
-    # [..., D] -> [..., D / per_byte, per_byte], each code at its shift, summed to one byte
-    return (codes.unflatten(-1, (-1, per_byte)) << _shifts(codes, bits)).sum(-1, dtype=torch.uint8)
-
-
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Codes of shape ``[..., D]`` (uint8) from bytes ``[..., D * bits / 8]``."""
-    return ((packed[..., None] >> _shifts(packed, bits)) & (2**bits - 1)).flatten(-2)
-
-
-def _shifts(like: Tensor, bits: int) -> Tensor:
-    """Shifts ``[C]`` (uint8) of the C codes in a byte, on the device of ``like``."""
-    return torch.arange(0, 8, bits, dtype=torch.uint8, device=like.device)
-
-
-# ---- grouping of rows whose keys are quantised together -------------------------------------------------------------
-
-# A table of groups of fixed size for every head.
-#
-# Most rows are in groups of up to ``GROUP`` rows like them. Rows that stand out would coarsen the steps of any group; they go in
-# pairs, whose two numbers in a channel are its zero point and its last code: they are read back as exactly as float16 holds
-# the zero point and what parts them.
-#
-# The pairs are why 4 bits lose nothing that shows: without them smollm2-135m-locret found 85 of 94 pass keys in 4 bits and 90
-# in full precision; with them the difference is -0.7 +- 1.7 points (LOG.md of that checkpoint).
-
-
-GROUP = 32
-"""Rows of a key group."""
-SPARE = 0.5
-"""Groups in the table beyond what full groups need, as a fraction: a full table's groups are then two thirds full on average."""
-
-OUTLIERS = 1 / 16
-"""Rows of a head that go in pairs, as a fraction of its capacity."""
-
-
-def pairs_of(capacity: int) -> int:
-    """Pairs of a head with so much room."""
-    return int(capacity * OUTLIERS) // 2
-
-
-def table_size(capacity: int, spare: float = SPARE, size: int = GROUP) -> int:
-    """Groups in the table of a head with so much room: at least one for every ``size`` rows, and one for every pair."""
-    return -(-int(capacity * (1 + spare)) // size) + pairs_of(capacity)
-
-
-def regroup(
-    keys_HSD: Tensor, group_HS: Tensor, leaving_HS: Tensor, groups: int, size: int, pairs: int = 0
-) -> tuple[Tensor, Tensor]:
-    """New groups of rows that must be quantised: ``(target [H, S], made [H, groups])``.
-
-    A head takes its sparsest groups, free ones first: the fewest with room for their own rows and the rows that leave the
-    tail. It fills them anew: rows that stand out in pairs, the others like with like. ``target`` is a row's new group, -1
-    where it stays as it is; ``made`` says which groups are taken. A head without leaving rows takes none.
-
-    Args:
-        keys_HSD: keys, to judge the likeness of rows.
-        group_HS: int64, the group of each row, -1 where it is not quantised.
-        leaving_HS: bool, the rows to quantise; they have no group yet.
-        groups: groups of a head, enough for the rows with a group and those that leave (see ``table_size``).
-        size: rows of a full group.
-        pairs: pairs of a head.
-    """
-    # A row is in a group (held), leaves the tail (leaving), or stays in the tail (neither).
-    held_HS = group_HS >= 0
-    own_HS = group_HS.clamp(min=0)
-
-    def counted(chosen_HS: Tensor) -> Tensor:
-        """Number of the chosen rows in each group."""
-        in_HM = torch.zeros(len(group_HS), groups, dtype=torch.int64, device=group_HS.device)
-        return in_HM.scatter_add_(1, own_HS, (held_HS & chosen_HS).long())
-
-    # 1. The M sparsest groups are candidates, for M from 1 on: [H, groups], the emptiest first.
-    rows_HM = counted(torch.ones_like(held_HS))
-    order_HM = rows_HM.argsort(dim=-1, stable=True)
-    loose_HS = leaving_HS | (held_HS & (rows_HM.gather(1, own_HS) <= 2))  # of a fuller group it is too late
-    paired_HS = _standing_out(keys_HSD, held_HS | leaving_HS, loose_HS, 2 * pairs)
-
-    # 2. Groups of each kind (likes, pairs) that are needed where the M sparsest groups are taken: [H, M].
-    needed_KHM = []
-    for chosen_HS, full in ((~paired_HS, size), (paired_HS, 2)):
-        entering_H1 = (leaving_HS & chosen_HS).sum(-1, keepdim=True)
-        moved_HM = counted(chosen_HS).gather(1, order_HM).cumsum(1) + entering_H1
-        needed_KHM.append((moved_HM + full - 1) // full)
-    # 3. The smallest M that makes room; nothing is taken where no row leaves.
-    number_M = torch.arange(groups, device=group_HS.device)
-    any_H1 = leaving_HS.any(-1, keepdim=True)
-    last_H1 = (needed_KHM[0] + needed_KHM[1] <= number_M + 1).int().argmax(-1, keepdim=True)
-    made_HM = torch.zeros_like(rows_HM, dtype=torch.bool).scatter_(1, order_HM, (number_M <= last_H1) & any_H1)
-
-    # 4. Rows of the taken groups and those that leave are laid out anew: likes first, then pairs.
-    chosen_HS = leaving_HS | (held_HS & made_HM.gather(1, own_HS))
-    place_HS = rank_alike(keys_HSD, chosen_HS & ~paired_HS) // size
-    pair_HS = _rank((chosen_HS & paired_HS).logical_not().to(keys_HSD.dtype)) // 2
-    place_HS = torch.where(paired_HS, needed_KHM[0].gather(1, last_H1) + pair_HS, place_HS)
-    target_HS = order_HM.gather(1, place_HS.clamp(max=groups - 1))
-    return target_HS.masked_fill(~chosen_HS, -1), made_HM
-
-
-def _standing_out(keys_HSD: Tensor, all_HS: Tensor, loose_HS: Tensor, most: int) -> Tensor:
-    """Mark the loose rows that are the ``most`` of each head that are furthest from the mean of all, in standard deviations of a
-    channel."""
-    y_HSD, by_H1S = _centred(keys_HSD, all_HS)
-    square_HSD = y_HSD.square_()
-    variance_H1D = by_H1S @ square_HSD / by_H1S.sum(-1, keepdim=True).clamp(min=1)
-    far_HS = (square_HSD @ variance_H1D.clamp(min=1e-12).reciprocal().transpose(-1, -2))[..., 0]
-    return loose_HS & (_rank((-far_HS).masked_fill(~loose_HS, float("inf"))) < most)
-
-
-def rank_alike(keys_HSD: Tensor, chosen_HS: Tensor) -> Tensor:
-    """Ranks ``[H, S]`` of the chosen rows of each head, with alike rows next to each other. Other rows rank after
-    them.
-
-    The order is that along one direction, the covariance of all channels with the one that varies most: the first step towards
-    the rows' first principal component.
-    """
-    y_HSD, by_H1S = _centred(keys_HSD, chosen_HS)
-    widest_H11 = (by_H1S @ y_HSD.square()).argmax(-1, keepdim=True)
-    direction_H1D = by_H1S @ (y_HSD * y_HSD.take_along_dim(widest_H11, 2))
-    return _rank((y_HSD * direction_H1D).sum(-1).masked_fill(~chosen_HS, float("inf")))
-
-
-def _centred(keys_HSD: Tensor, chosen_HS: Tensor) -> tuple[Tensor, Tensor]:
-    """The chosen keys less their mean, the others as they are; and which are chosen ``[H, 1, S]``, as numbers."""
-    by_H1S = chosen_HS[:, None].to(keys_HSD.dtype)
-    mean_H1D = by_H1S @ keys_HSD / by_H1S.sum(-1, keepdim=True).clamp(min=1)
-    return keys_HSD - by_H1S.mT * mean_H1D, by_H1S
-
-
-def _rank(place_HS: Tensor) -> Tensor:
-    """Ranks ``[H, S]`` by place; of equals the older is first."""
-    return place_HS.argsort(dim=-1, stable=True).argsort(dim=-1)
-
-
-# ---- keys and values of rows in 4 or 2 bits ----
+# ---- 4 and 2 bits ---------------------------------------------------------------------------------------------------
 
 
 TAILS = ("tail_keys", "tail_values")
@@ -267,7 +133,7 @@ class GroupedBits(Codec):
                 raise ValueError(
                     f"kv_bits={self.bits} needs a head size that is a multiple of {8 // self.bits}, not {size}"
                 )
-        self.value_group = max(n for n in range(1, VALUE_GROUP + 1) if value_size % n == 0)
+        self.value_group = shared_channels(value_size)
 
     def columns(self) -> dict[str, Column]:
         # Packed codes, and for values one step and one zero point per group of channels.
@@ -360,9 +226,7 @@ class GroupedBits(Codec):
 
     def _read_values(self, at: Index) -> Tensor:
         """Values ``[..., D]`` of rows, of the index's shape; anything where a row is not quantised."""
-        # [..., D] -> [..., channel groups, channels of a group]; levels broadcast over the last axis
-        codes = unpack(self.value_codes[at], self.bits).unflatten(-1, (-1, self.value_group))
-        x = decode(codes, self.value_step[at][..., None], self.value_zero[at][..., None]).flatten(-2)
+        x = row_numbers(unpack(self.value_codes[at], self.bits), self.value_step[at], self.value_zero[at])
         return (x @ hadamard(self.value_size, x.device)).to(self.dtype)  # orthogonal and symmetric: its own inverse
 
     # ---- writing -------------------------------------------------------------------------------------------------
@@ -414,11 +278,10 @@ class GroupedBits(Codec):
 
     def _store_values(self, at: Index, leaving: Tensor) -> None:
         """Quantise the values of the rows ``at`` that are ``leaving``, a bool of their shape."""
-        # Values are quantised once, in groups of channels: [..., D] -> rotated -> [..., channel groups, channels of a group]
+        # Values are quantised once: [..., D] -> rotated -> codes
         x = self.scratch.values[at].float()
-        x = (x @ hadamard(self.value_size, x.device)).unflatten(-1, (-1, self.value_group))
-        step, zero = levels(x.amin(-1), x.amax(-1), self.bits)
-        codes = pack(encode(x, step[..., None], zero[..., None], self.bits).flatten(-2), self.bits)
+        codes, step, zero = row_codes(x @ hadamard(self.value_size, x.device), self.value_group, self.bits)
+        codes = pack(codes, self.bits)
         for held, new in ((self.value_codes, codes), (self.value_step, step), (self.value_zero, zero)):
             held[at] = torch.where(leaving[..., None], new, held[at])
 
@@ -521,39 +384,19 @@ class GroupedBits(Codec):
 # ``locret_kernels.quantise`` reads and quantises while a prompt is read on a CPU: of one text, with as many rows for every head.
 
 
-def fits(codec: GroupedBits) -> bool:
-    """Whether the calls take a layer: keys as wide as values."""
-    alike = codec.key_size == codec.value_size
-    device = codec.layout.device.type
-    return alike and codec.group.dtype == torch.int16 and device == "cpu" and codec.dtype in cpp.TYPES
-
-
-def describe(at: np.ndarray, codec: GroupedBits, keys_HRD: Tensor, values_HRD: Tensor) -> None:
-    """Write sizes and addresses of a layer into an element of ``quantiser.GROUP``.
-
-    Args:
-        keys_HRD: those of the tail, and so are the values; contiguous.
-    """
-    rows = codec.layout
-    quantiser.GROUP.point(
-        at, codec.dtype, key_codes=codec.key_codes, value_codes=codec.value_codes, group=codec.group, key_step=codec.key_step,
-        key_zero=codec.key_zero, value_step=codec.value_step, value_zero=codec.value_zero, tail_keys=keys_HRD,
-        tail_values=values_HRD, hadamard=hadamard(codec.value_size, rows.device),
-    )  # fmt: skip
-    # The calls check nothing: what they may read and write follows from these numbers.
-    at["heads"], at["rows"], at["capacity"], at["channels"] = rows.H, rows.rows, rows.capacity, codec.key_size
-    at["bits"], at["groups"], at["value_group"] = codec.bits, codec.key_step.shape[1], codec.value_group
-    at["tail"], at["tail_room"] = codec.tail, keys_HRD.shape[1]
-    at["full"], at["pairs"], at["type"] = codec.group_rows, pairs_of(rows.capacity), cpp.TYPES[codec.dtype]
-
-
 class CompiledBits(GroupedBits):
     """``GroupedBits`` by compiled calls, equal up to the order of sums. Rounding can decide which rows are most alike, so rows
     may share other groups."""
 
+    @property
+    def fits(self) -> bool:
+        """Whether the calls take the layer: keys as wide as values."""
+        alike = self.key_size == self.value_size and self.group.dtype == torch.int16
+        return alike and self.layout.device.type == "cpu" and self.dtype in cpp.TYPES
+
     def read_all(self, *, values: bool = True) -> None:
         # Open rows can lack their values alone (`overflow`), which the plain form then reads.
-        if self.open or not fits(self):
+        if self.open or not self.fits:
             super().read_all(values=values)
             return
         self.scratch.acquire(self)
@@ -561,25 +404,30 @@ class CompiledBits(GroupedBits):
         self.scratch.complete = values
 
     def _quantise(self, ready: int) -> None:
-        if not fits(self):
+        if not self.fits:
             super()._quantise(ready)
             return
-        at = self._described()
-        at["ready"] = ready
-        quantiser.load().locret_quantise(at.ctypes.data, 1, torch.get_num_threads())
+        quantiser.load().locret_quantise(self._described(ready).ctypes.data, torch.get_num_threads())
 
-    def _described(self) -> np.ndarray:
-        """The layer with the scratch next to it, as the calls read it."""
-        at = np.zeros(1, quantiser.GROUP.dtype)
-        describe(at[0], self, self.tail_keys, self.tail_values)
-        quantiser.GROUP.point(at[0], self.dtype, keys=self.scratch.keys, values=self.scratch.values)
-        # All layers share the scratch, so it may have room for more rows than this one.
-        at["room"] = self.scratch.keys.shape[1]
-        return at
+    def _described(self, ready: int = 0) -> np.ndarray:
+        """Sizes and addresses of the layer with the scratch next to it, as the calls read them."""
+        buffers = {name: getattr(self, name) for name in (*self.columns(), *self.tables())}
+        # The calls check nothing: what they may read and write follows from these numbers.
+        return quantiser.GROUP.of(
+            self.dtype, **buffers, hadamard=hadamard(self.value_size, self.layout.device), keys=self.scratch.keys,
+            values=self.scratch.values, heads=self.layout.H, rows=self.layout.rows, capacity=self.layout.capacity,
+            channels=self.key_size, bits=self.bits, groups=self.key_step.shape[1], value_group=self.value_group, tail=self.tail,
+            ready=ready, full=self.group_rows, pairs=pairs_of(self.layout.capacity), type=cpp.TYPES[self.dtype],
+            tail_room=self.tail_keys.shape[1],
+            # All layers share the scratch, so it may have room for more rows than this one.
+            room=self.scratch.keys.shape[1],
+        )  # fmt: skip
 
 
-@CODECS.register(*map(str, BITS))
+@CODECS.register("8", *map(str, BITS))
 def few_bits(bits: int | str, scratch: Scratch, compiled: bool, grows: bool) -> Codec:
-    """Codec of ``kv_bits=4`` and ``2``."""
+    """Codec of ``kv_bits=8``, ``4`` and ``2``."""
+    if int(bits) == 8:
+        return RowBits()
     # Under full attention no group ever gets sparse, so the table needs no spare ones.
     return (CompiledBits if compiled else GroupedBits)(int(bits), scratch, spare=0.0 if grows else SPARE)

@@ -16,13 +16,14 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from locret_kernels.backend import DEFINITIONS, function
-from locret_kernels.enter import HeadProduct, RowBuffers, Score
+from locret_kernels.enter import HeadProduct, Levels, RowBuffers, Score
 
 from ...backbones.decoder_attention import Softmax
 from ..attend import VarlenRows
 from .blocks import BlockStore
-from .codec import Codec, Column, Float8, Plain
+from .codec import Codec, Column, Plain
 from .layouts import ALL, Index, Layout, Shapes
+from .quantised import RowBits
 
 CROPPING = (
     "a bounded cache cannot be cropped, as assisted generation and prompt lookup do: evicted rows do not come back"
@@ -208,11 +209,11 @@ class BoundedLayer(CacheLayerMixin):
         T, seen, at = k.shape[2], self.seen if position is None else position, self.layout.following(k.shape[2])
         codec, plain = self.codec, self.launches and not self.merges
         k_HTD, v_HTD = k[0].to(codec.dtype), v[0].to(codec.dtype)  # autocast gives another
-        if plain and (type(codec) is Plain or type(codec) is Float8):  # one launch
+        if plain and type(codec) in (Plain, RowBits):  # one launch
             first = at[0] if self.layout.ragged else self.rows if first_1 is None else first_1
-            buffers = [x.flatten(0, -2) for x in (codec.keys, codec.values)]
-            scales = codec.scales(k_HTD, v_HTD) if isinstance(codec, Float8) else None
-            rows = RowBuffers(*buffers, self.positions.flatten(), self.scores.flatten(), self.stats.flatten(1), scales)
+            keys, values, *levels = codec.flat()
+            own = self.positions.flatten(), self.scores.flatten(), self.stats.flatten(1)
+            rows = RowBuffers(keys, values, *own, Levels(*levels) if levels else None)
             function("enter_rows", self.backend)(rows, first, k_HTD, v_HTD, seen, score, apart=self.capacity)
         else:
             new_T = torch.arange(T, device=self.device, dtype=torch.int32)

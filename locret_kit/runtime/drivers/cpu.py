@@ -26,14 +26,14 @@ from ...backbones.weights import PRODUCTS, Dense, NotDense, Product, check_dense
 from ...cache.bounded import BoundedCache
 from ...cache.step import evict_if_due, make_room
 from ...cache.storage.codec import Plain
-from ...cache.storage.quantised import GroupedBits
+from ...cache.storage.quantised import GroupedBits, RowBits
 from ...cache.view import entry_scores, scores_of
 from ...heads import RetainingHeads
 from ...policies.capabilities import reason
 from .capture import warn
 from .row_pointers import PositionTables, RowPointers
 
-CODECS = (Plain, GroupedBits)
+CODECS = (Plain, GroupedBits, RowBits)
 """Forms of keys and values that the call reads where they lie."""
 
 

@@ -11,21 +11,23 @@ from torch.nn import functional as F
 
 from locret_kernels import cpp
 from locret_kernels.decoder_step import PACKED, ROWS
-from locret_kernels.ragged_decode import PackedRows
+from locret_kernels.ragged_decode import ByteRows, PackedRows
 
 from ...backbones.decoder_attention import Rope
 from ...cache.bounded import BoundedCache
 from ...cache.context import Context
-from ...cache.storage.quantised import GroupedBits
+from ...cache.storage.quantised import GroupedBits, RowBits
 
 
-def point_at(at: np.ndarray, packed: PackedRows, codec: GroupedBits) -> None:
+def point_at(at: np.ndarray, packed: PackedRows | ByteRows, codec: GroupedBits | RowBits) -> None:
     """Write the addresses of rows in few bits into an element of ``PACKED``."""
     named = {name.rpartition("_")[0]: x for name, x in packed._asdict().items()}  # the names of C++, without sizes
-    PACKED.point(
-        at, codec.dtype, **named | {"tail": codec.tail}, bits=packed.bits, group_bytes=packed.group_N.itemsize,
-        groups=packed.key_step_PMD.shape[1], value_groups=packed.value_step_NC.shape[1], tail_room=packed.tail_keys_PRD.shape[1],
-    )  # fmt: skip
+    sizes = {"bits": 8}
+    if isinstance(packed, PackedRows):
+        named["tail"] = codec.tail
+        sizes = dict(bits=packed.bits, group_bytes=packed.group_N.itemsize, groups=packed.key_step_PMD.shape[1],
+                     tail_room=packed.tail_keys_PRD.shape[1])  # fmt: skip
+    PACKED.point(at, codec.dtype, **named, **sizes, value_groups=packed.value_step_NC.shape[1])
 
 
 class PositionTables:
@@ -98,13 +100,13 @@ class RowPointers:
                 R = 2 * len(rope.inv_freq)
                 _, held = own.setdefault(id(rope), (rope, torch.empty(2, R, dtype=tables.sums, device=rows.device)))
                 ROWS.point(at, tables.dtype, own_cos=held[0], own_sin=held[1], rotated=R)
-            if isinstance(flat.rows, PackedRows):
-                assert isinstance(rows.codec, GroupedBits)
+            if isinstance(rows.codec, GroupedBits | RowBits):
                 point_at(made.packed[layer], flat.rows, rows.codec)
                 at["packed"] = made.packed[layer : layer + 1].ctypes.data
-                made.left = min(made.left, rows.codec.max_tail - rows.codec.tail + 1)
             else:
                 ROWS.point(at, tables.dtype, keys=flat.rows[0], values=flat.rows[1])
+            if isinstance(rows.codec, GroupedBits):
+                made.left = min(made.left, rows.codec.max_tail - rows.codec.tail + 1)
             made.held.append(flat)
         made.own = list(own.values())
         return made

@@ -1,0 +1,120 @@
+"""Keys and values in 8 bits: the numbers, the kernel (interpreted), caches and files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_oracle import turned
+from interpreted import BOTH, close, poisoned
+from kernel_runs import model  # noqa: F401  (a fixture)
+from tiny_models import tiny_model
+
+from locret_kernels.ragged_decode import ByteRows, Rotation, Spans
+from locret_kit import BoundedCache, attach
+from locret_kit.backbones.libraries import CACHE
+from locret_kit.cache.saved import CacheFile, load_cache, save_cache
+from locret_kit.cache.storage.layouts import EqualRows
+from locret_kit.cache.storage.quantised import RowBits
+from locret_kit.cache.storage.rows import BoundedLayer
+from locret_kit.runtime.drivers.graph import GraphDriver
+
+
+@BOTH
+@pytest.mark.parametrize("size", [64, 96])
+@pytest.mark.parametrize("rotates", [False, True])
+def test_decoding_over_every_code(functions, size, rotates):
+    """Heads of different lengths, every row and group with a step and a zero point of its own, against float64."""
+    generator, lengths = torch.Generator().manual_seed(0), [5, 90]
+    codes = torch.randint(256, (2, 95, size), generator=generator).to(torch.uint8)
+    codes.flatten()[:256] = torch.arange(256, dtype=torch.uint8)
+    step, zero = ((1 + torch.rand(2, 95, size // 32, generator=generator)).half() * by for by in (2.0**-6, -2))
+    exact = zero.repeat_interleave(32, -1).double() + codes * step.repeat_interleave(32, -1).double()
+    q, spans = torch.randn(1, 4, size, generator=generator), Spans(torch.tensor([[0, 5]]), torch.tensor([lengths]), 90)
+    angle = 6 * torch.randn(90, size // 2, generator=generator).double()
+    turn = Rotation(angle.repeat(1, 2).cos().float(), angle.repeat(1, 2).sin().float()) if rotates else None
+    rows = ByteRows(*codes, step[0], zero[0], step[1], zero[1])
+    with poisoned():
+        mine = functions["ragged_decode"](q, rows, spans, 2.0**-3, turn, received=True)
+    for h, (start, n) in enumerate(zip((0, 5), lengths, strict=True)):
+        k, v = exact[:, start : start + n]
+        k = turned(k, angle[:n]) if rotates else k
+        weights = (q[0, 2 * h : 2 * h + 2].double() @ k.T * 2.0**-3).softmax(-1)
+        torch.testing.assert_close(mine.out_BQD[0, 2 * h : 2 * h + 2].double(), weights @ v, rtol=1e-4, atol=1e-3)
+        close(mine.received_BHS[0, h, :n], weights.mean(0).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_read_back(dtype):
+    """Within half a step of each group of 32 channels, whatever is beside it; constant groups exactly."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(1, 6, 9, 64, generator=generator).mul(8**n).to(dtype) for n in (1, -4))
+    k[0, 0, :, 40], k[0, 1, :, :32] = 3e4, 0.5
+    rows = BoundedLayer(EqualRows(64), RowBits())
+    rows.update(k, v)
+    rows.append(k, v, torch.zeros(k.shape[:3]))
+    for name, x in (("keys", k), ("values", v)):
+        read, groups = rows.slots(name), x.double().unflatten(-1, (2, 32))
+        bound = 0.502 * (groups.amax(-1) - groups.amin(-1) + groups.amin(-1).abs() / 500) / 255 + 1e-7
+        rounding = read.double().abs() * torch.finfo(dtype).eps
+        error = (read.double() - x.double()).abs()
+        assert (error <= bound.repeat_interleave(32, -1) + rounding).all()
+        assert read.dtype == dtype
+    assert torch.equal(rows.slots("keys")[0, 1, :, :32], k[0, 1, :, :32])
+
+
+# ---- caches ------------------------------------------------------------------------------------------------------------
+
+IDS = torch.randint(2, 97, (33,), generator=torch.Generator().manual_seed(0)).tolist()
+KEPT = dict(chunk=13, prompt_length=33, stabilizers=4, local_len=5, decode_every=3, kv_bits=8)
+
+
+def read(backbone, policy: str, backend: str | None, pieces: int = 99) -> tuple[BoundedCache, torch.Tensor]:
+    cache, logits = BoundedCache(16, policy, backend=backend, **KEPT), []
+    with attach(backbone), torch.no_grad():
+        for start in range(0, len(IDS), pieces):
+            piece = torch.tensor([IDS[start : start + pieces]])
+            logits = [backbone(input_ids=piece, **{CACHE: cache}).logits[0, -1]]
+        for token in range(4):
+            logits.append(backbone(input_ids=torch.tensor([[5 + token]]), **{CACHE: cache}).logits[0, -1])
+    return cache, torch.stack(logits)
+
+
+def test_backends_agree(model):
+    (mine, logits), (theirs, exact) = (read(model, "streaming", name) for name in ("triton", "reference"))
+    assert all(isinstance(cache.bounded[0].codec, RowBits) for cache in (mine, theirs))
+    # A number beside a step's middle may round either way.
+    torch.testing.assert_close(logits, exact, rtol=5e-3, atol=5e-3)
+    assert all(torch.equal(mine.kept_positions(layer), theirs.kept_positions(layer)) for layer in range(2))
+    assert GraphDriver(model, mine).refusal(mine) is None
+
+
+def test_pieces_and_files(tmp_path):
+    """Pieces read alike, and a file in between changes nothing."""
+    backbone = tiny_model("llama")
+    (whole, first), (pieced, second) = read(backbone, "h2o", None), read(backbone, "h2o", None, pieces=6)
+    torch.testing.assert_close(first, second)
+    for a, b in zip(whole.bounded, pieced.bounded, strict=True):
+        torch.testing.assert_close(a.slots("keys"), b.slots("keys"), rtol=0, atol=1e-2)
+    save_cache(whole, tmp_path / "c.locret")
+    loaded = load_cache(tmp_path / "c.locret", backbone)
+    with attach(backbone), torch.no_grad():
+        after = [backbone(input_ids=torch.tensor([[9]]), **{CACHE: cache}).logits for cache in (whole, loaded)]
+    assert torch.equal(*after)
+
+
+def test_a_file_of_eight_bit_floats_is_refused_by_name(tmp_path):
+    """As versions before this one wrote them: codes without steps, and a scale for each head."""
+    cache, _ = read(tiny_model("llama"), "h2o", None)
+    made = CacheFile.of(cache)
+    heads, tensors = torch.ones(2), {}
+    for name, x in made.tensors.items():
+        layer, _, part = name.rpartition(".")
+        if part in ("key_codes", "value_codes"):
+            tensors |= {f"{layer}.{part[:-6]}s": x, f"{layer}.{part[:-6]}_scale": heads}
+        elif not part.endswith(("_step", "_zero")):
+            tensors[name] = x
+    CacheFile(made.saved, tensors, {}).write(tmp_path / "old.locret")
+    with pytest.raises(
+        ValueError, match="old.locret: kv_bits=8: its 8-bit floats are no longer read: read the text again"
+    ):
+        load_cache(tmp_path / "old.locret", tiny_model("llama"))
