@@ -37,6 +37,7 @@ from ..text.tokens import CHARACTER, token_texts
 from ..text.untrusted import Span
 from .conversation import Chat
 from .document_text import IDS, DocumentText, TextRecord, hash_ids, stated, stored_text
+from .prefix_cache import PrefixCache
 
 Progress = Callable[[int, int], None]
 Reader = Callable[["PreTrainedModel", "array[int]", BoundedCache, Progress | None], object]
@@ -151,18 +152,17 @@ class Document:
 
     def _fork(self, prompt_length: int, local_len: int) -> BoundedCache:
         """A cache for a prompt of n tokens. It is empty if the text must be read again."""
-        run = replace(self.cache.run, local_len=local_len)
-        try:
-            if not self.cache.get_seq_length():
-                raise CannotFork("nothing is read yet")
-            return self.cache.fork(prompt_length, local_len=local_len)
-        except CannotFork:
-            if self.text.unknown:
-                raise
-            cache = BoundedCache(run, self.cache.policy, self.cache.heads, prompt_length=prompt_length)
+
+        def make_cache(tokens: int) -> BoundedCache:
+            run, policy, heads = replace(self.cache.run, local_len=local_len), self.cache.policy, self.cache.heads
+            cache = BoundedCache(run, policy, heads, prompt_length=tokens)
             cache.bind(self.model)
             cache.pin_all(self.cache.pins)
             return cache
+
+        return PrefixCache(None if self.text.unknown else make_cache, self.cache).fork(
+            prompt_length, local_len=local_len
+        )
 
     # ---- asking ----------------------------------------------------------------------------------------------------
 

@@ -98,7 +98,7 @@ def test_dropped_thoughts_about_a_document(policy):
         ids = template_ids(chat, question, text_of(260) + "\n\n")
         list(chat.say(question))
         assert list(chat.answer.ids) == ids
-        cache = document.fork_for(len(ids)) if len(chat.turns) == 1 else chat._anew(len(ids))
+        cache = document.fork_for(len(ids)) if len(chat.turns) == 1 else chat._rebuild(len(ids))
         alone = fresh(ids, cache)
         assert str(alone) == str(chat.answer) and alone.tokens == chat.answer.tokens
         assert kept(alone.cache) == kept(chat.answer.cache)
