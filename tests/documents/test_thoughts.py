@@ -58,8 +58,7 @@ def rows(cache: BoundedCache) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("policy", "changes"),
     [
-        *((policy, {}) for policy in ("locret", "ada-locret", "h2o", "snapkv(6,3)", "sirllm", "streaming", "full")),
-        *((policy, {}) for policy in ("pyramidkv(6,3)", "score=recency", REREADING)),
+        *((policy, {}) for policy in ("locret", "ada-locret", "h2o", "snapkv(6,3)", "streaming", "full", REREADING)),
         ("h2o", {"kv_bits": 4}), ("locret", {"protect": "first+system"}), ("h2o", {"budget": 0.4, "one_shot": True}),
     ],
 )  # fmt: skip
