@@ -292,14 +292,22 @@ def parsed(form: CallForm, field: Mapping[str, object], text: str) -> object:
 
 def example(form: CallForm, name: str, keys: Iterable[str]) -> str:
     """A call in a form, each of its arguments the text "v"."""
+    before, after = around_arguments(form, name)
     if len(form.written) == 2:
         said = json.dumps(dict.fromkeys(keys, "v"))
-        if form.keys:
-            said = f"{{{json.dumps(form.keys[0])}: {json.dumps(name)}, {json.dumps(form.keys[1])}: {said}}}"
-        return form.row[0] + form.written[0].replace("{name}", name) + said + form.written[1] + form.row[2]
-    first, begin, end, between, last = form.written
-    said = between.join(begin.replace("{key}", key) + ('"v"' if form.json else "v") + end for key in keys)
-    return form.row[0] + first.replace("{name}", name) + said + last + form.row[2]
+    else:
+        _, begin, end, between, _ = form.written
+        said = between.join(begin.replace("{key}", key) + ('"v"' if form.json else "v") + end for key in keys)
+    return "".join([form.row[0], *before, said, after, form.row[2]])
+
+
+def around_arguments(form: CallForm, name: str) -> tuple[list[str], str]:
+    """What is written before a call's arguments, each piece one of JSON's tokens, and after them."""
+    before, after = form.written[0].replace("{name}", name), form.written[-1]
+    if not form.keys:
+        return [before], after
+    first, second = map(json.dumps, form.keys)
+    return [before, "{", first, ": ", json.dumps(name, ensure_ascii=False), ", ", second, ": "], f"}}{after}"
 
 
 def writes(form: CallForm, name: str, keys: Iterable[str]) -> bool:

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from .forms import CallForm, writes
+from .forms import CallForm, around_arguments, writes
 from .values import Schema, properties_of, resolved, types_of
 
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": True}
@@ -55,20 +55,15 @@ def call_rules(tools: Mapping[str, Schema], form: CallForm, spell: Spell = json.
     """
     if not form.written:
         raise ValueError(f"tool_choice must be 'auto' or 'none', without response_format: {form.unwritten}")
-    rules, after = list[str](), form.written[-1]
+    rules = list[str]()
     for name, schema in tools.items():
-        before = form.written[0].replace("{name}", name)
+        before, after = around_arguments(form, name)
         if not writes(form, name, properties_of(schema)):
             raise ValueError(f"tool_choice: the model's form of calls cannot write {name!r} or its arguments' names")
         if len(form.written) > 2:
-            rules.append(f"{spell(before)} {parameters(schema, form, spell)} {spell(after)}")
-            continue
-        pieces, end = [before], after
-        if form.keys:
-            said, arguments = (json.dumps(key) for key in form.keys)
-            pieces = [before, "{", said, ": ", json.dumps(name, ensure_ascii=False), ", ", arguments, ": "]
-            end = "}" + after
-        rules.append(json_rule(schema or {"type": "object"}, filter(None, pieces), filter(None, [end]), spell))
+            rules.append(f"{spell(before[0])} {parameters(schema, form, spell)} {spell(after)}")
+        else:
+            rules.append(json_rule(schema or {"type": "object"}, filter(None, before), filter(None, [after]), spell))
     if not form.row[0]:
         return rules
     (first, between, last), one = map(spell, form.row), " | ".join(rules)

@@ -47,6 +47,10 @@ class Event:
     call: Call | None = None
 
 
+class Wait(Exception):
+    """What is held may go on in more than one way, or nothing is."""
+
+
 class Reader:
     """Reads an answer piece by piece. The events are the same, but for where they are cut, in whatever pieces it comes.
 
@@ -75,23 +79,21 @@ class Reader:
         self.stop: str | None = None
         self.stopped_at: int | None = None
         calls = form.calls if tools or form.anywhere else CallForm("none", sections=form.calls.sections)
+        self._call_form = calls
+        self._arguments: JsonArguments | Parameters = JsonArguments(NEVER)  # of the newest call
         self._events, self._held, self._fed, self._searched = list[Event](), "", 0, 0
         self._mode: Literal["text", "thought", "arguments", "tail"] = "text"
         self._fresh = self._begins = True  # nothing but blanks since a mark; nothing but blanks and thoughts at all
-        self._trims = self._row = self._tagged = (
-            False  # blanks are no text; others may follow the newest call; in a tag
-        )
-        self._blanks, self._pending = (
-            "",
-            "",
-        )  # at the end of a thought or text so far, or between two; may begin a stop text
-        self._spoken = 0  # characters up to the end of the text so far
-        self._told = set[str]()  # kinds of events so far
+        # Blanks are no text; others may follow the newest call; the text is in a tag.
+        self._trims = self._row = self._tagged = False
+        # Blanks at the end of a thought or text so far, or between two; what may begin a stop text.
+        self._blanks = self._pending = ""
+        self._text_end = 0  # characters up to the end of the text so far
+        self._kinds = set[str]()  # of events so far
         content = "json" if calls.field is None else calls.field.get("content")
         self._quotes = "\"'" if calls.name == "python" or content == CALL_LIST else '"'
         self._bracketed = content in ("json", CALL_LIST)
-        self._form, self._value = calls, Value(self._quotes)
-        self._arguments: JsonArguments | Parameters = JsonArguments(NEVER)  # of the newest call
+        self._value = Value(self._quotes)
         tags = "|".join(map(regex.escape, form.around)) or NEVER
         marks = f"{calls.open}|{calls.sections or NEVER}"
         last = rf"\s*(?:{calls.close}|(?={calls.open}))"
@@ -101,12 +103,12 @@ class Reader:
         self._head, self._tail, self._last, self._rest = others
         self._start = self._starts(NEVER)
         if thinks:
-            self._think(0)
+            self._begin_thought(0)
 
     def _starts(self, around: str) -> list[regex.Pattern[str]]:
         """Patterns of marks in the text, before the answer's end and at it. ``around``: the tag that closes it before ``END``."""
         thought = self.form.open if self.form.anywhere else NEVER
-        kinds = {"thought": thought, "call": self._form.open, "section": self._form.sections or NEVER}
+        kinds = {"thought": thought, "call": self._call_form.open, "section": self._call_form.sections or NEVER}
         found = "|".join(f"(?P<{kind}>{pattern})" for kind, pattern in kinds.items())
         ends = [around.replace("END", end) for end in (NEVER, r"\Z")]
         return [regex.compile(f"{found}|(?P<around>{end})", regex.DOTALL) for end in ends]
@@ -139,7 +141,9 @@ class Reader:
     @property
     def marks(self) -> str:
         """A text that contains every token that is a mark of this reader."""
-        form = replace(self.form, calls=self._form if self.tools else CallForm("", sections=self._form.sections))
+        form = replace(
+            self.form, calls=self._call_form if self.tools else CallForm("", sections=self._call_form.sections)
+        )
         return form.marks
 
     def feed(self, text: str, *, final: bool = False, cut: bool = False) -> list[Event]:
@@ -149,13 +153,16 @@ class Reader:
             final: the answer has ended. cut: it would have gone on; half of a mark or of a call's beginning is left out.
         """
         self._held, self._fed, self._events = self._held + text, self._fed + len(text), []
-        steps = {"text": self._text, "thought": self._thought, "arguments": self._argue, "tail": self._after}
-        while not self.ended and steps[self._mode](final, cut):
-            pass
+        self._final, self._cut, self._waits = final, cut, cut or not final
+        modes = {"text": self._text, "thought": self._thought, "arguments": self._argument, "tail": self._read_tail}
+        with suppress(Wait):
+            while not self.ended:
+                modes[self._mode]()
         if self.thinks and self.thoughts:
             self.thoughts[-1][1] = self._fed
         if self._mode == "text" and (final or self.stop is not None):
-            self._goes_on()
+            with suppress(Wait):
+                self._close_text()
             self._events += [Event("text", self._blanks)] if self._blanks and not self._fresh else []
             self._blanks = ""
         return self._events
@@ -164,175 +171,157 @@ class Reader:
         """The last events: see ``feed``."""
         return self.feed("", final=True, cut=cut)
 
-    # ---- modes: each reads what is held, and says whether there may be more to read --------------------------------------
+    def _match(self, pattern: regex.Pattern[str], at: int, waits: bool) -> regex.Match[str] | None:
+        """A mark at a place of the held text. Raises Wait where it may only begin there."""
+        found = pattern.match(self._held, at, partial=waits)
+        if found is not None and found.partial:
+            raise Wait
+        return found
 
-    def _text(self, final: bool, cut: bool) -> bool:
-        waits = cut or not final
+    # ---- modes: each reads from the held text until it raises Wait, since what follows decides -----------------------
+
+    def _text(self) -> None:
         if self._fresh and not self.form.anywhere:
             blanks = len(self._held) - len(self._held.lstrip())
-            begin = self._open.match(self._held, blanks, partial=waits)
-            around = self._around.match(self._held, blanks, partial=waits) if self._begins else None
-            if (begin is not None and begin.partial) or (around is not None and around.partial):
-                return False
-            if begin is not None:
-                self._think(begin.end())
-                return True
-            if around is not None:  # once
+            if (begin := self._match(self._open, blanks, self._waits)) is not None:
+                return self._begin_thought(begin.end())
+            if self._begins and (around := self._match(self._around, blanks, self._waits)) is not None:  # once
                 self._take(around.end())
-                self._start = self._starts(rf"{around[0].replace('<', '</')}(?=\s*(?:{self._form.open}|END))")
+                self._start = self._starts(rf"{around[0].replace('<', '</')}(?=\s*(?:{self._call_form.open}|END))")
                 self._around, self._trims, self._tagged = regex.compile(NEVER), True, True
-                return True
+                return None
             self._take(blanks if self._trims else 0)
             self._trims = self._trims and not self._held
-        begun = self._held.lstrip("; \n" if self._row else None)
-        if self._row or (self._form.bare and self.tools and self._begins and not self.calls):
-            if not begun and not final:
-                return False
-            if begun and begun[0] in "[{":
-                marked = self._start[0].match(begun, partial=not final)  # such as [TOOL_CALLS]
-                if not marked:
-                    return self._block(0, len(self._held) - len(begun), final, cut)
-                if marked.partial:
-                    return False
+        if self._row or (self._call_form.bare and self.tools and self._begins and not self.calls):
+            at = len(self._held) - len(self._held.lstrip("; \n" if self._row else None))
+            if at == len(self._held) and not self._final:
+                raise Wait
+            if self._held[at : at + 1] in ("[", "{") and not self._match(self._start[0], at, not self._final):
+                return self._block(0, at)
             self._row = False
-        begin = self._start[final and not cut].search(self._held, partial=waits)
+        begin = self._start[self._final and not self._cut].search(self._held, partial=self._waits)
         at = len(self._held) if begin is None else begin.start()
-        at += cut and at == len(self._held) - 1  # one sign may be of any text
-        self._say(at)
+        at += self._cut and at == len(self._held) - 1  # one sign may be of any text
+        self._read_text(at)
         if begin is None or begin.partial or self.stop is not None:  # of what may begin a mark
-            return False
+            raise Wait
         if begin["call"] is not None:
-            return self._begun(begin.end() - at, final, cut)
-        if not self._goes_on():
-            return False
+            return self._call(begin.end() - at)
+        self._close_text()
         if begin["thought"] is not None:
-            self._think(begin.end() - at)
-            return True
+            return self._begin_thought(begin.end() - at)
         self._take(begin.end() - at)
         self._fresh = True
         self._between("text")
-        return True
+        return None
 
     def _between(self, kind: str) -> None:
         """Begin another thought or text: a line of its own."""
-        self._blanks = "\n" if kind in self._told else ""
+        self._blanks = "\n" if kind in self._kinds else ""
 
-    def _think(self, size: int) -> None:
+    def _begin_thought(self, size: int) -> None:
         self._mode, self._fresh, self._searched = "thought", True, 0
         self._between("thought")
         self.thoughts.append([self._fed - len(self._held), self._fed])
         self._take(size)
 
-    def _thought(self, final: bool, cut: bool) -> bool:
+    def _thought(self) -> None:
         if self._fresh:  # blanks, and the mark again, where the prompt had it
             self._held = self._held.lstrip()
-            again = self._open.match(self._held, partial=not final)
-            if not self._held or (again is not None and again.partial):
-                return False
-            if again is not None:
-                self._take(again.end())
-                return True
-            self._fresh = False
-        waits = cut or not final  # half of a mark is no part of a thought
-        end = self._end.search(self._held, self._searched, partial=waits)
+            again = self._match(self._open, 0, not self._final)
+            if not self._held:
+                raise Wait
+            self._take(0 if again is None else again.end())
+            self._fresh = again is not None
+            return
+        end = self._end.search(
+            self._held, self._searched, partial=self._waits
+        )  # half of a mark is no part of a thought
         at = len(self._held) if end is None else end.start()
         closes, unsure = end is not None and not end.partial, at
         if self.tools and not self.form.anywhere and not closes:  # calls may be all that follows
-            mark = self._called.search(self._held, 0, at, partial=not final)
-            if mark is not None and not (final and cut):
-                at = self._last_calls(mark.start()) if final else mark.start()
-                closes = final and at < len(self._held)
+            mark = self._called.search(self._held, 0, at, partial=not self._final)
+            if mark is not None and not (self._final and self._cut):
+                at = self._last_calls(mark.start()) if self._final else mark.start()
+                closes = self._final and at < len(self._held)
         self._searched = unsure - at
-        piece = self._blanks + self._take(at)
-        said = piece.rstrip()
-        self._blanks = piece[len(said) :]
-        if said:
-            self._events.append(Event("thought", said))
-            self._told.add("thought")
+        self._emit("thought", self._take(at), trims=True)
         if not closes:
-            return False
+            raise Wait
         self._take(end.end() - end.start() if end is not None and not end.partial else 0)
         self.thoughts[-1][1] = self._fed - len(self._held)
         self._mode, self._fresh, self._trims, self._searched = "text", True, True, 0
         self._between("text")
-        return True
 
     def _last_calls(self, at: int) -> int:
         """The place in the held text from where there are calls alone, after ``at``; its end where there are none."""
         reader = Reader(self.form, self.tools)
         events = reader.feed(self._held[at:], final=True)
         calls = bool(events) and events[-1].call is not None and not reader.calling
-        return at + reader._spoken if calls else len(self._held)
+        return at + reader._text_end if calls else len(self._held)
 
-    def _begun(self, inner: int, final: bool, cut: bool) -> bool:
-        """Read a possible call at the start of the held text."""
-        start = len(self._held) - len(self._held[inner:].lstrip())
-        if self._form.head:
-            head = self._head.match(self._held, partial=cut or not final)
-            if head is not None and not head.partial and head["name"] in self.tools:
-                if not self._goes_on():
-                    return False
-                self.calls.append(call := self._call_of(head["name"], head.groupdict().get("id")))
-                self._begins, self._blanks = False, ""
-                self._events.append(Event("call", call.name, call))
-                tagged, self._mode = bool(self._form.key), "arguments"
-                marks = f"{self._form.close}|{self._form.open}|{self._form.sections or NEVER}"
-                self._arguments = Parameters(self._form, self.tools[call.name]) if tagged else JsonArguments(marks)
-                self._take(head.end() if tagged else head.start("args"))
-                return True
-            if head is not None and head.partial:
-                return False
-        return self._block(inner, start, final, cut)
+    def _call(self, inner: int) -> None:
+        """Read a possible call at the start of the held text, after ``inner`` characters of its mark."""
+        form = self._call_form
+        head = self._match(self._head, 0, self._waits) if form.head else None
+        if head is None or head["name"] not in self.tools:
+            return self._block(inner, len(self._held) - len(self._held[inner:].lstrip()))
+        self._close_text()
+        self.calls.append(call := self._call_of(head["name"], head.groupdict().get("id")))
+        self._begins, self._blanks, self._mode = False, "", "arguments"
+        self._events.append(Event("call", call.name, call))
+        if form.key:
+            self._arguments = Parameters(form, self.tools[call.name])
+        else:
+            self._arguments = JsonArguments(f"{form.close}|{form.open}|{form.sections or NEVER}")
+        self._take(head.end() if form.key else head.start("args"))
+        return None
 
-    def _block(self, inner: int, start: int, final: bool, cut: bool) -> bool:
+    def _block(self, inner: int, start: int) -> None:
         """Read calls that are a value in brackets, or what a tokenizer's own parser reads.
 
         Args:
             inner: characters of the mark. start: place of the value.
         """
-        waits, declared = (cut and inner > 0) or not final, self._form.field is not None
+        waits, declared = (self._cut and inner > 0) or not self._final, self._call_form.field is not None
         if start == len(self._held) and waits:
-            return False
+            raise Wait
+        stop, whole = inner, True
         if self._bracketed and self._held[start : start + 1] in ("[", "{"):
             stop, whole = self._value.end(self._held, start, not waits)
         elif declared:
             end = self._close.search(self._held, max(self._searched, inner), partial=waits)
-            stop, whole = len(self._held) if end is None else end.start(), end is None or not end.partial
-            whole = whole if end is not None else not waits
+            stop, whole = (len(self._held), not waits) if end is None else (end.start(), not end.partial)
             self._searched = 0 if whole else stop
-        else:
-            stop, whole = inner, True
-        last = self._last.match(self._held, stop, partial=waits) if whole else None
-        if waits and (not whole or (last is not None and last.partial)):
-            return False
-        size = stop if last is None else last.end()
-        calls = self._block_calls(0 if declared else start, stop) if whole else []
+        if waits and not whole:
+            raise Wait
+        last = self._match(self._last, stop, waits) if whole else None
+        calls = self._calls_in(0 if declared else start, stop) if whole else []
         self._value, self._row = Value(self._quotes), False
         if calls:
-            if not self._goes_on():
-                return False
+            self._close_text()
             for call in calls:
                 self._events += [Event("call", call.name, call), Event("arguments", call.arguments, call)]
             self.calls += calls
-            self._take(size)
+            self._take(stop if last is None else last.end())
             self._fresh, self._begins, self._blanks = True, False, ""
             self._row = last is None or not last[0].strip()
-            return True
+            return
+        size = stop if last is None else last.end()
         if not whole:  # up to the end of the block, if it has one
             end = self._close.search(self._held, max(1, inner))
-            size = max(1, inner) if end is None else end.end()
-        self._say(max(1, size))
-        return True
+            size = inner if end is None else end.end()
+        self._read_text(max(1, size))
 
-    def _block_calls(self, start: int, stop: int) -> list[Call]:
+    def _calls_in(self, start: int, stop: int) -> list[Call]:
         """The calls that a part of the held text is, as many as there may be; none where one is of no tool."""
         calls = list[Call]()
-        quoted = self._bracketed or self._form.json
-        for one in block_calls(self._form, self._held[start:stop]):
+        quoted = self._bracketed or self._call_form.json
+        for one in block_calls(self._call_form, self._held[start:stop]):
             if one.get("name") not in [*self.tools]:  # it may be a list
                 return []
             said, schema = one.get("arguments") or one.get("parameters") or {}, self.tools[one["name"]]
-            if isinstance(said, dict) and (self._form.field is not None or self._form.name == "python"):
+            if isinstance(said, dict) and (self._call_form.field is not None or self._call_form.name == "python"):
                 known = {key: types_of(properties_of(schema).get(key), schema) for key in said}
                 texts = [(key, text) for key, text in said.items() if isinstance(text, str)]
                 said |= {key: typed(text, known[key]) for key, text in texts if not (quoted and "string" in known[key])}
@@ -340,12 +329,13 @@ class Reader:
             calls.append(self._call_of(one["name"], None, text))
         return calls if self.parallel else calls[:1]
 
-    def _argue(self, final: bool, cut: bool) -> bool:
-        size, piece, done = self._arguments.read(self._held, final, cut)
+    def _argument(self) -> None:
+        size, piece, done = self._arguments.read(self._held, self._final, self._cut)
         self._take(size)
         self._write(piece)
-        self._mode = "tail" if done else "arguments"
-        return done
+        if not done:
+            raise Wait
+        self._mode = "tail"
 
     def _write(self, piece: str) -> None:
         """Emit a piece of the newest call's arguments."""
@@ -353,25 +343,24 @@ class Reader:
             self.calls[-1].arguments += piece
             self._events.append(Event("arguments", piece, self.calls[-1]))
 
-    def _after(self, final: bool, cut: bool) -> bool:
+    def _read_tail(self) -> None:
         """Read the text after the arguments."""
-        tail, tagged = self._tail.match(self._held, partial=cut or not final), bool(self._form.key)
+        tail, tagged = self._tail.match(self._held, partial=self._waits), bool(self._call_form.key)
         open_ = tail is not None and bool(tail.partial)
-        if (open_ and not final) or (tagged and cut and (open_ or tail is None)):
-            return False
+        if (open_ and not self._final) or (tagged and self._cut and (open_ or tail is None)):
+            raise Wait
         tail = self._rest.match(self._held) if tail is None else tail
         at = 0 if tail is None else tail.end()
-        last = self._last.match(self._held, at, partial=cut or not final) if tagged else None
-        if last is not None and last.partial and not final:
-            return False
+        last = self._last.match(self._held, at, partial=self._waits) if tagged else None
+        if last is not None and last.partial and not self._final:
+            raise Wait
         self._write(self._arguments.closing)
         self._take(at if last is None else last.end())
         self._mode, self._fresh = "text", True
-        return True
 
     def _call_of(self, name: str, id: str | None, arguments: str = "") -> Call:
         """A call, with the id that the model gave it, or a new one in the model's own form."""
-        if id is None and self._form.name == "list":  # Mistral's templates take nine letters and digits
+        if id is None and self._call_form.name == "list":  # Mistral's templates take nine letters and digits
             id = secrets.token_hex(5)[:9]
         return Call(name, arguments) if id is None else Call(name, arguments, id)
 
@@ -380,13 +369,14 @@ class Reader:
         piece, self._held = self._held[:size], self._held[size:]
         return piece
 
-    def _goes_on(self) -> bool:
-        """End the text so far, where a mark or nothing follows it. Returns whether it has no stop text."""
+    def _close_text(self) -> None:
+        """End the text so far, where a mark or nothing follows it. Raises Wait where a stop text has ended it."""
         if self.stop is None:
-            self._say(0, final=True)
-        return self.stop is None
+            self._read_text(0, final=True)
+        if self.stop is not None:
+            raise Wait
 
-    def _say(self, size: int, *, final: bool = False) -> None:
+    def _read_text(self, size: int, *, final: bool = False) -> None:
         """Emit ``size`` characters of the held text as text, up to a stop text, or to what may begin one if the text is not
         ``final``."""
         text = self._pending + self._take(size)
@@ -399,13 +389,17 @@ class Reader:
             return
         if piece.strip():
             self._fresh = self._begins = False
-            self._spoken = before + at
+            self._text_end = before + at
+        self._emit("text", piece, trims=bool(self.tools) or self._tagged)
+
+    def _emit(self, kind: Literal["thought", "text"], piece: str, *, trims: bool) -> None:
+        """Add a piece of a thought or text to the events; ``trims`` holds back the blanks at its end."""
         piece = self._blanks + piece
-        said = piece.rstrip() if self.tools or self._tagged else piece
-        self._blanks = piece[len(said) :]
-        if said:
-            self._events.append(Event("text", said))
-            self._told.add("text")
+        shown = piece.rstrip() if trims else piece
+        self._blanks = piece[len(shown) :]
+        if shown:
+            self._events.append(Event(kind, shown))
+            self._kinds.add(kind)
 
 
 def stop_in(text: str, stops: Sequence[str], final: bool) -> tuple[int, str | None]:

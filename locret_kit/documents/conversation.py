@@ -19,20 +19,19 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Protocol, get_args
+from typing import TYPE_CHECKING, get_args
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..backbones.wrapped import unwrapped
-from ..cache.bounded import BoundedCache, CannotFork
+from ..cache.bounded import BoundedCache
 from ..heads import RetainingHeads
-from ..naming import check_name
+from ..naming import check_name, prefixed_errors
 from ..policies import Policy
 from ..runtime.session import Answer, Sampling, prefill
 from ..runtime.thoughts import MAX_THOUGHT, Thought
 from ..settings import RunSettings, Thoughts, read_protect
 from ..text.template import (
-    Objects,
     around_turn,
     has_template,
     protected_spans,
@@ -43,23 +42,10 @@ from ..text.template import (
 )
 from ..text.tokens import IdStream, ids_after
 from ..text.untrusted import Span
+from .prefix_cache import PrefixCache, pin_thoughts
 
-
-class Source(Protocol):
-    """The interface of a document that a conversation uses."""
-
-    chat_template: bool
-
-    @property
-    def tokens(self) -> int: ...
-
-    def prompt(self, question: str) -> array[int]: ...
-
-    def conversation(self, messages: Objects) -> array[int]: ...
-
-    def protected(self, prompt: Sequence[int]) -> list[Span]: ...
-
-    def fork_for(self, prompt_length: int) -> BoundedCache: ...
+if TYPE_CHECKING:
+    from .document import Document
 
 
 @dataclass(frozen=True)
@@ -113,8 +99,9 @@ class Chat:
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, document: Source | None = None, history: int = 1024,
-        settings: RunSettings | int | None = None, policy: str | Policy | None = None, heads: RetainingHeads | None = None,
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, document: Document | None = None,
+        history: int = 1024, settings: RunSettings | int | None = None, policy: str | Policy | None = None,
+        heads: RetainingHeads | None = None,
         system: str | None = None, max_new_tokens: int = 512, sampling: Sampling | None = None, seed: int = 0,
         thoughts: Thoughts = "evicted", max_thought_tokens: int = MAX_THOUGHT,
     ) -> None:  # fmt: skip
@@ -127,7 +114,8 @@ class Chat:
         self.thoughts, self.max_thought_tokens = thoughts, max_thought_tokens
         self.model, self.tokenizer, self.document, self.history = unwrapped(model), tokenizer, document, history
         self.max_new_tokens, self.sampling, self.seed = max_new_tokens, sampling or Sampling(), seed
-        self._fresh, self.system = (settings, policy, heads), system
+        self.system = system
+        self._make_cache = lambda tokens: BoundedCache(settings, policy, heads, prompt_length=tokens)
         self._now = _State(array("i"), None, [])
         self._before: _State | None = None
         self.answer: Answer | None = None
@@ -167,11 +155,14 @@ class Chat:
             assert asked.cache is not None
             cache = asked.cache
             if self.thoughts == "dropped":
-                cache = self._answering(asked, self._shared(question, asked))
+                cache = self._answer_cache(asked, self._shared(question, asked))
             thought = Thought.after(self.tokenizer, asked.ids, max_tokens=self.max_thought_tokens)
             begun = self.turns or self.document is None  # a document's first answer has no slots for turns yet
             if self.thoughts == "pinned" and thought is not None and begun:
-                asked.thoughts = self._pin_thought(cache, asked, len(asked.ids), self.max_thought_tokens)
+                begin, most = len(asked.ids), self.max_thought_tokens
+                asked.thoughts = pin_thoughts(cache, begin, [(0, most)], asked.thoughts)
+                with prefixed_errors(f"a thought of max_thought_tokens={most} cannot be pinned", ValueError):
+                    cache.pin(begin, begin + most)
             self.answer = answer = Answer(
                 self.model, self.tokenizer, asked.ids, cache, max_new_tokens=self.max_new_tokens, sampling=self.sampling,
                 seed=self.seed + len(self.turns), progress=progress, thought=thought,
@@ -181,7 +172,7 @@ class Chat:
             if answer is not None:
                 answer.leave()  # its cache is the conversation's from now on
             if answer is not None and answer.tokens and not answer.cache.state.unfinished:
-                self._before, self._now = before, self._ended(asked, question, answer)
+                self._before, self._now = before, self._commit(asked, question, answer)
             else:
                 self._now = before
 
@@ -198,8 +189,7 @@ class Chat:
         else:
             stream = IdStream(self.tokenizer, special=not has_template(self.tokenizer))
             ids = stream.finish(render_first(self.tokenizer, question, self.system))
-            settings, policy, heads = self._fresh
-            cache = BoundedCache(settings, policy, heads, prompt_length=len(ids))
+            cache = self._make_cache(len(ids))
             spans = protected_spans(self.tokenizer, ids, cache.settings.protect, self.system)
         cache.pin_all(spans)
         newest = tuple(span for span in spans if span[1] == len(ids))
@@ -211,8 +201,7 @@ class Chat:
         new = ids_after(self.tokenizer, render_turn(self.tokenizer, question, chat=chat))
         newest = self._markers(len(now.ids), new) if chat and "markers" in read_protect(cache.settings.protect) else ()
         if cache.context.outgrown(len(now.ids) + len(new)):
-            cache = self._anew(len(now.ids) + len(new))
-            cache.pin_all((*now.pinned, *newest))
+            cache = self._rebuild(len(now.ids) + len(new))
         for span in now.newest:
             cache.unpin(*span)
         if now.newest or newest:
@@ -225,35 +214,6 @@ class Chat:
         head, tail = (list(ids_after(self.tokenizer, text)) for text in around_turn(self.tokenizer))
         return tuple((start + a, start + b) for a, b in spans_around(new, head, tail) if a < b)
 
-    # ---- thoughts --------------------------------------------------------------------------------------------------
-
-    def _pin_thought(self, cache: BoundedCache, asked: _State, start: int, tokens: int) -> tuple[Span, ...]:
-        """Pin a thought that begins at ``start``, as long as it may become. Gives all thoughts that are pinned.
-
-        Raises:
-            ValueError: it has no room, also without the earlier ones.
-        """
-        thoughts = list(asked.thoughts)
-        while True:
-            try:
-                cache.pin(start, start + tokens)
-                return (*thoughts, (start, start + tokens))
-            except ValueError as error:
-                if not thoughts:
-                    raise ValueError(f"a thought of max_thought_tokens={tokens} cannot be pinned: {error}") from error
-            cache.unpin(*thoughts.pop(0))
-
-    def _keep_thought(self, cache: BoundedCache, asked: _State, answer: Answer) -> tuple[Span, ...]:
-        """Pin an answer's thought and no more of the answer."""
-        assert answer.thought is not None
-        begin = len(answer.ids)
-        cache.unpin(begin, begin + self.max_thought_tokens)
-        asked.thoughts = tuple(span for span in asked.thoughts if span[0] != begin)
-        for start, end in answer.thought.spans:
-            with suppress(ValueError):  # of a document's first answer, which is longer than the turns' slots
-                asked.thoughts = self._pin_thought(cache, asked, begin + start, end - start)
-        return asked.thoughts
-
     def _conversation(self, *more: tuple[str, str | None]) -> array[int]:
         """Token ids of the template's prompt of the whole conversation: of its turns, and of more questions and answers."""
         said = [(turn.question, turn.answer) for turn in self.turns] + list(more)
@@ -263,7 +223,8 @@ class Chat:
             messages += [{"role": "assistant", "content": answer}] if answer is not None else []
         if self.document is not None:
             return self.document.conversation(messages)
-        return ids_of(self.tokenizer, messages)
+        stream = IdStream(self.tokenizer, special=not has_template(self.tokenizer))
+        return stream.finish(render_messages(self.tokenizer, messages)[1])
 
     def _shared(self, question: str, asked: _State) -> int:
         """Number of prompt tokens shared with the next turn's prompt. Markers that will be released do not count."""
@@ -274,20 +235,14 @@ class Chat:
         """``_prompt`` in a later turn where thoughts are dropped: the template's prompt of the whole conversation, and a cache
         that has read its beginning, and stays."""
         now, ids = self._now, self._conversation((question, None))
-        cache = now.cache
-        try:
-            if cache is None or common(now.ids, ids) < cache.get_seq_length():
-                raise CannotFork("nothing of this prompt is read yet")
-            cache = cache.fork(len(ids))
-        except CannotFork:
-            cache = self._anew(len(ids))
-            cache.pin_all(now.pinned)
+        prefix = PrefixCache(self._rebuild, now.cache, now.ids)
+        cache = prefix.fork(len(ids)) if prefix.begins(ids) else self._rebuild(len(ids))
         start, newest = common(now.ids, ids), tuple[Span, ...]()
         if "markers" in read_protect(cache.settings.protect):
             newest = self._markers(start, ids[start:])
         return _State(ids, cache, now.turns, now.pinned, newest)
 
-    def _answering(self, asked: _State, shared: int) -> BoundedCache:
+    def _answer_cache(self, asked: _State, shared: int) -> BoundedCache:
         """A copy, that is answered in, of the cache that stays, which first reads what later turns share."""
         cache, first = asked.cache, not self.turns
         assert cache is not None
@@ -303,20 +258,21 @@ class Chat:
         copy.pin_all((*asked.pinned, *asked.newest))
         return copy
 
-    def _anew(self, tokens: int) -> BoundedCache:
+    def _rebuild(self, tokens: int) -> BoundedCache:
         """A cache for a conversation of n tokens, to be read from its beginning or from the end of the document."""
         if self.document is not None:
             cache = self.document.fork_for(tokens)
             try:
-                return self._with_history(cache, self.document.tokens)
+                cache = self._with_history(cache, self.document.tokens)
             except ValueError:  # its end, which is not read yet, has no room to be pinned
-                return self._with_history(cache, max(1, cache.get_seq_length()))
-        settings, policy, heads = self._fresh
-        cache = BoundedCache(settings, policy, heads, prompt_length=tokens)
-        cache.bind(self.model)
+                cache = self._with_history(cache, max(1, cache.get_seq_length()))
+        else:
+            cache = self._make_cache(tokens)
+            cache.bind(self.model)
+        cache.pin_all(self._now.pinned)
         return cache
 
-    def _ended(self, asked: _State, question: str, answer: Answer) -> _State:
+    def _commit(self, asked: _State, question: str, answer: Answer) -> _State:
         """The conversation after an answer."""
         now, cache, pinned = self._now, answer.cache, asked.pinned
         start, said, thought, thoughts = len(now.ids), str(answer), answer.thought_text, asked.thoughts
@@ -331,7 +287,9 @@ class Chat:
             cache = self._with_history(cache, start)
             pinned = (*pinned, (0, start))
         if self.thoughts == "pinned" and answer.thought is not None:
-            thoughts = self._keep_thought(cache, replace(asked, pinned=pinned), answer)
+            begin = len(answer.ids)
+            earlier = [span for span in thoughts if span[0] != begin]
+            thoughts = pin_thoughts(cache, begin, answer.thought.spans, earlier)
         ids = array("i", answer.ids) + array("i", answer.tokens)
         turn = Turn(question, said, start, len(answer.ids), len(ids), thought)
         return _State(ids, cache, [*now.turns, turn], pinned, asked.newest, thoughts)
@@ -396,8 +354,3 @@ class Chat:
 def common(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the shared prefix in tokens."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def ids_of(tokenizer: PreTrainedTokenizerBase, messages: Objects) -> array[int]:
-    """Token ids of the template's prompt of a conversation."""
-    return IdStream(tokenizer, special=not has_template(tokenizer)).finish(render_messages(tokenizer, messages)[1])

@@ -37,6 +37,7 @@ from ..text.tokens import CHARACTER, token_texts
 from ..text.untrusted import Span
 from .conversation import Chat
 from .document_text import IDS, DocumentText, TextRecord, hash_ids, stated, stored_text
+from .prefix_cache import PrefixCache
 
 Progress = Callable[[int, int], None]
 Reader = Callable[["PreTrainedModel", "array[int]", BoundedCache, Progress | None], object]
@@ -151,19 +152,18 @@ class Document:
 
     def _fork(self, prompt_length: int, local_len: int, *, evidence: bool = False) -> BoundedCache:
         """A cache for a prompt of n tokens. It is empty if the text must be read again."""
-        run = replace(self.cache.run, local_len=local_len)
-        try:
-            if not self.cache.get_seq_length():
-                raise CannotFork("nothing is read yet")
-            return self.cache.fork(prompt_length, local_len=local_len, evidence=evidence)
-        except CannotFork:
-            if self.text.unknown:
-                raise
-            policy = self.cache.policy.watched() if evidence else self.cache.policy
-            cache = BoundedCache(run, policy, self.cache.heads, prompt_length=prompt_length)
+
+        def make_cache(tokens: int) -> BoundedCache:
+            run, policy = replace(self.cache.run, local_len=local_len), self.cache.policy
+            policy = policy.watched() if evidence else policy
+            cache = BoundedCache(run, policy, self.cache.heads, prompt_length=tokens)
             cache.bind(self.model)
             cache.pin_all(self.cache.pins)
             return cache
+
+        return PrefixCache(None if self.text.unknown else make_cache, self.cache).fork(
+            prompt_length, local_len=local_len, evidence=evidence
+        )
 
     # ---- asking ----------------------------------------------------------------------------------------------------
 

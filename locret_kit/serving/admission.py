@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..documents.document_text import hash_ids
+from ..documents.prefix_cache import PrefixCache
 from ..engine import BoundedCache, CannotFork, Engine, Sequence
-from .request import LOG, Counters, PrefixKey, ServerRequest
+from .request import LOG, Counters, PrefixKey, Prompt, ServerRequest
 from .store import SessionSpec, Store
 
 # ---- sessions that wait for their next turn, in memory and in files --------------------------------------------------
@@ -39,6 +40,11 @@ class ParkedSession:
     saving: bool = False
     settled: bool = False
 
+    @property
+    def name(self) -> str:
+        """Name of the session."""
+        return self.keys[0].name
+
 
 class Sessions:
     """Sessions that wait for their next turn. Methods but ``write`` and ``close`` are called with the engine's lock held.
@@ -57,41 +63,41 @@ class Sessions:
 
     def find(self, request: ServerRequest) -> PrefixKey | None:
         """Key of the session in memory that has read the longest prefix of a prompt, and nothing else but thoughts."""
-        if not request.has_defaults:
-            return None
         keys = (key for parked in self.parked.values() for key in parked.keys)
-        best = request.prefixes.longest(keys, request.owner, request.document_id)
-        grown = best is not None and self.parked[best.name].cache.context.outgrown(len(request.ids) + best.hidden)
+        best = request.prompt.longest(keys, request.owner, request.document_id)
+        tokens = len(request.prompt.ids)
+        grown = best is not None and self.parked[best.name].cache.context.outgrown(tokens + best.skipped)
         return None if grown else best
 
     def find_file(self, request: ServerRequest) -> PrefixKey | None:
         """The key of the file that has, as ``find``. It is looked for again when files have changed: this is asked at every step,
         for every request that waits."""
-        if not request.has_defaults or self.store is None or request.loads >= MAX_LOADS:
+        lookup = request.lookup
+        if self.store is None or lookup.load_tries >= MAX_LOADS:
             return None
-        if request.store_version != self.store.version:
-            request.store_version = self.store.version  # before the keys: what comes meanwhile is found next time
+        if lookup.store_version != self.store.version:
+            lookup.store_version = self.store.version  # before the keys: what comes meanwhile is found next time
             keys = self.store.sessions(request.owner)
-            request.file = request.prefixes.longest(keys, request.owner, request.document_id)
-        return request.file
+            lookup.file = request.prompt.longest(keys, request.owner, request.document_id)
+        return lookup.file
 
-    def take(self, parked: ParkedSession) -> None:
+    def unpark(self, parked: ParkedSession) -> None:
         """Remove a session from the waiting ones, because a request continues it."""
-        del self.parked[parked.keys[0].name]
+        del self.parked[parked.name]
 
     def drop_oldest(self) -> bool:
         """Drop the least recently used session whose file is written; False if there is none."""
         oldest = next((parked for parked in self.parked.values() if parked.settled), None)
         if oldest is not None:
-            self.take(oldest)
+            self.unpark(oldest)
         return oldest is not None
 
     def park(self, request: ServerRequest, cache: BoundedCache, read: Iterable[tuple[array[int], int]]) -> None:
         """Have a request's cache, which has ``read`` this, see there, wait for the next turn, and write its file."""
-        goes_on = request.session and request.session not in self.parked
-        name = request.session if goes_on else f"session_{secrets.token_hex(16)}"
+        known = request.lookup.name
+        name = known if known and known not in self.parked else f"session_{secrets.token_hex(16)}"
         key = partial(PrefixKey, name, request.owner, request.document_id)
-        keys = {key(len(ids), hash_ids(ids), hidden) for ids, hidden in read}
+        keys = {key(len(ids), hash_ids(ids), skipped) for ids, skipped in read}
         parked = ParkedSession(tuple(keys), cache, settled=self.store is None)
         self.parked[name] = parked
         if self.store is not None:
@@ -99,7 +105,8 @@ class Sessions:
 
     def load(self, request: ServerRequest, key: PrefixKey) -> None:
         """Read a request's session from its file; ``loading`` ends with it, ``cache`` stays None where it cannot be read."""
-        request.loading, request.loads = True, request.loads + 1
+        lookup = request.lookup
+        lookup.loading, lookup.load_tries = True, lookup.load_tries + 1
 
         def load() -> None:
             assert self.store is not None
@@ -108,12 +115,11 @@ class Sessions:
                 cache = self.store.load(key)
             except Exception:  # the store has caught what a file can do
                 LOG.exception("a session could not be loaded")
-            if cache is not None and cache.context.outgrown(len(request.ids) + key.hidden):
+            if cache is not None and cache.context.outgrown(len(request.prompt.ids) + key.skipped):
                 cache = None
             with self._changed:
-                request.loading, request.cache = False, cache
-                request.session = request.session if cache is not None else ""
-                request.hidden = key.hidden if cache is not None else 0
+                lookup.loading, request.cache = False, cache
+                lookup.name, lookup.skipped = (lookup.name, key.skipped) if cache is not None else ("", 0)
                 self._changed.notify_all()
 
         self._loader.submit(load)
@@ -121,7 +127,7 @@ class Sessions:
     def forget(self, document_id: str) -> None:
         """Drop a document's file, after pending writes, and all sessions about the document."""
         for parked in [one for one in self.parked.values() if one.keys[0].document_id == document_id]:
-            self.take(parked)
+            self.unpark(parked)
         if self.store is not None:
             self.write(self.store.forget, document_id)
 
@@ -132,9 +138,8 @@ class Sessions:
 
     def _save(self, parked: ParkedSession, store: Store) -> None:
         """Write a session's file, unless the session has been continued."""
-        name = parked.keys[0].name
         with self._changed:
-            if self.parked.get(name) is not parked:
+            if self.parked.get(parked.name) is not parked:
                 return
             parked.saving = True
         try:
@@ -143,10 +148,10 @@ class Sessions:
             LOG.exception("a session could not be saved")
         with self._changed:
             parked.saving, parked.settled = False, True
-            gone = name not in self.parked
+            gone = parked.name not in self.parked
             self._changed.notify_all()
         if gone:  # its document was deleted meanwhile
-            store.remove(name)
+            store.remove(parked.name)
 
     def close(self) -> None:
         """Wait for all files, and let another server have the folder."""
@@ -164,11 +169,9 @@ MIN_PREFIX = 32
 
 
 @dataclass(eq=False)
-class SharedPrefix:
-    """A prefix that prompts share. ``cache`` is None while it is read, and where it could not be."""
+class SharedPrefix(PrefixCache):
+    """A prefix that prompts share. It has no cache while it is read, and where it could not be."""
 
-    tokens: int
-    cache: BoundedCache | None = None
     reading: bool = True
 
 
@@ -177,7 +180,7 @@ class Admission:
 
     Args:
         engine: runs the admitted requests.
-        sessions: caches that wait for a next turn. spec: settings of a session.
+        sessions: caches that wait for a next turn; their ``spec`` makes new ones.
         max_caches: sessions' caches at once, waiting and running. max_prefixes: shared prefixes in memory at once.
     Attributes:
         queue: waiting requests, in order of arrival. active: admitted requests that have not ended.
@@ -185,10 +188,9 @@ class Admission:
     """
 
     def __init__(
-        self, engine: Engine, sessions: Sessions, spec: SessionSpec, counters: Counters, *, max_caches: int, max_prefixes: int
-    ) -> None:  # fmt: skip
-        self._engine, self._sessions, self._spec = engine, sessions, spec
-        self.counters = counters
+        self, engine: Engine, sessions: Sessions, counters: Counters, *, max_caches: int, max_prefixes: int
+    ) -> None:
+        self._engine, self._sessions, self._spec, self.counters = engine, sessions, sessions.spec, counters
         self.max_caches, self.max_prefixes = max_caches, max_prefixes
         self.queue: list[ServerRequest] = []
         self.active: list[ServerRequest] = []
@@ -198,7 +200,7 @@ class Admission:
     def caches(self) -> int:
         """Caches of sessions that exist now, or that are being read from their files."""
         waiting = (request for request in self.queue if request.purpose == "answer")
-        loaded = sum(request.loading or request.cache is not None for request in waiting)
+        loaded = sum(request.lookup.loading or request.cache is not None for request in waiting)
         return len(self._sessions.parked) + loaded + sum(request.purpose == "answer" for request in self.active)
 
     def admit(self) -> list[ServerRequest]:
@@ -206,7 +208,7 @@ class Admission:
         instead, cancelled or with an error."""
         ended = []
         for request in list(self.queue):
-            if request.loading:
+            if request.lookup.loading:
                 continue
             try:
                 if not request.cancelled:
@@ -221,49 +223,53 @@ class Admission:
     def leave(self, request: ServerRequest, reason: str, error: Exception | None = None) -> None:
         """End a request that has not entered."""
         self.queue.remove(request)
-        request.sequence = Sequence(request)
+        request.sequence = Sequence(request.for_engine())
         request.sequence.end(reason, error)
 
     def _admit_one(self, request: ServerRequest) -> None:
         """Admit a request, or start to read its session from its file. It keeps waiting if neither is possible yet."""
+        lookup, sessions = request.lookup, self._sessions
         if request.cache is not None:  # a document's, or a session's from its file
-            self._go_on(request, request.cache, request.hidden)
+            self._resume(request, request.cache, lookup.skipped)
             return
-        key, file = self._sessions.find(request), self._sessions.find_file(request)
+        key = file = None
+        if request.spec.is_default:
+            key, file = sessions.find(request), sessions.find_file(request)
         if file is not None and file.tokens > (key.tokens if key is not None else 0):
             if self._room():
-                taken = {one.session for one in (*self.active, *self.queue)} | {*self._sessions.parked}
+                taken = {one.lookup.name for one in (*self.active, *self.queue)} | {*sessions.parked}
                 # A branch of a conversation that went on gets a file of its own.
-                request.session = "" if file.name in taken else file.name
-                self._sessions.load(request, file)
+                lookup.name = "" if file.name in taken else file.name
+                sessions.load(request, file)
         elif key is None:
             self._begin(request)
-        elif not (parked := self._sessions.parked[key.name]).saving and self._go_on(request, parked.cache, key.hidden):
-            request.session = key.name
-            self._sessions.take(parked)
+        elif not (parked := sessions.parked[key.name]).saving and self._resume(request, parked.cache, key.skipped):
+            lookup.name = key.name
+            sessions.unpark(parked)
 
-    def _go_on(self, request: ServerRequest, cache: BoundedCache, hidden: int) -> bool:
-        """Admit a request with a cache that has read its prefix and ``hidden`` tokens of thoughts. If the thoughts are dropped,
+    def _resume(self, request: ServerRequest, cache: BoundedCache, skipped: int) -> bool:
+        """Admit a request with a cache that has read its prefix and ``skipped`` tokens of thoughts. If the thoughts are dropped,
         the request gets a copy, otherwise the cache itself."""
 
         def resumed() -> BoundedCache:
-            if not request.drops:
+            if not request.drops_thoughts:
                 request.cache, request.document = cache, None
                 return cache
             try:
-                request.cache, request.kept, request.document = cache.fork(len(request.ids)), cache, None
+                request.cache, request.next_cache, request.document = cache.fork(request.prompt_length), cache, None
                 return request.cache
             except CannotFork:  # a shorter prompt, or an answer that was read with its thought
-                request.ids, request.hidden = request.ids[hidden:], 0
-                return self._own(request, None)
+                assert request.sequence is not None
+                request.sequence.request.ids, request.lookup.skipped = request.prompt.ids, 0
+                return self._make_cache(request, None)
 
-        return self._enter(request, resumed, cache.get_seq_length() - hidden, hidden)
+        return self._enter(request, resumed, cache.get_seq_length() - skipped, skipped)
 
     def _begin(self, request: ServerRequest) -> None:
         """Start a request with a document's cache, a shared prefix's cache, or an empty one."""
         prefix = None
         if tokens := self._shared_tokens(request):
-            key = request.owner, request.prefixes.hash(tokens)
+            key = request.owner, request.prompt.hash(tokens)
             prefix = self.prefixes.get(key)
             if prefix is not None:
                 self.prefixes.move_to_end(key)
@@ -274,15 +280,15 @@ class Admission:
         if prefix is not None and prefix.reading:
             return
         seen = request.document.cache.get_seq_length() if request.document is not None else 0
-        if prefix is not None and prefix.cache is not None:
+        if prefix is not None:
             seen = prefix.tokens
-        if self._engine.takes(len(request.ids) - seen) and self._room():
-            self._enter(request, partial(self._own, request, prefix), seen)
+        if self._engine.takes(len(request.prompt.ids) - seen) and self._room():
+            self._enter(request, partial(self._make_cache, request, prefix), seen)
 
     def _shared_tokens(self, request: ServerRequest) -> int:
         """Tokens of the prefix that a prompt shares with others; 0 where it is not read apart."""
-        tokens = min(request.shared_tokens, len(request.ids) - 1) - self._tail
-        apart = self.max_prefixes and request.has_defaults and tokens >= MIN_PREFIX
+        tokens = min(request.prompt.shared_tokens, len(request.prompt.ids) - 1) - self._tail
+        apart = self.max_prefixes and request.spec.is_default and tokens >= MIN_PREFIX
         return tokens if apart else 0
 
     def _read_prefix(self, request: ServerRequest, key: tuple[str, str], tokens: int) -> SharedPrefix:
@@ -292,7 +298,7 @@ class Admission:
         if len(self.prefixes) >= self.max_prefixes:
             oldest = next(one for one, prefix in self.prefixes.items() if not prefix.reading)
             self.prefixes.pop(oldest).cache = None  # answers that came from it hold it too
-        prefix = self.prefixes[key] = SharedPrefix(tokens)
+        prefix = self.prefixes[key] = SharedPrefix(self._spec.cache)
 
         def read() -> None:
             if reader.sequence is not None and reader.sequence.finish_reason is not None:
@@ -300,7 +306,7 @@ class Admission:
                 prefix.cache = cache if reader.sequence.finish_reason == "read" else None
 
         reader = ServerRequest(
-            request.ids[:tokens], 0, owner=request.owner, purpose="prefix", parks=False, on_change=read, cache=cache
+            Prompt(request.prompt.ids[:tokens]), owner=request.owner, purpose="prefix", on_change=read, cache=cache
         )
         request.prefix_read = tokens
         self._enter(reader, lambda: cache, 0)
@@ -311,29 +317,27 @@ class Admission:
         """Tokens at a prompt's end, after its last eviction. A shared prefix ends before them."""
         return self._spec.settings.local_len or 0
 
-    def _own(self, request: ServerRequest, prefix: SharedPrefix | None) -> BoundedCache:
+    def _make_cache(self, request: ServerRequest, prefix: SharedPrefix | None) -> BoundedCache:
         """A cache of its own, that has read a document, a shared prefix, or nothing."""
-        cache = None
+        tokens = len(request.prompt.ids)
         if request.document is not None:
-            cache = request.document.fork_for(len(request.ids))
-        elif prefix is not None and prefix.cache is not None:
-            with suppress(CannotFork):  # a prompt of this length is read otherwise from its beginning on
-                cache = prefix.cache.fork(len(request.ids))
-        if cache is None:
-            cache = self._spec.cache(len(request.ids), request.settings, request.policy)
-        request.cache, request.document = cache, None
-        return cache
+            request.cache, request.document = request.document.fork_for(tokens), None
+        elif prefix is not None:
+            request.cache = prefix.fork(tokens)
+        else:
+            request.cache = self._spec.cache(tokens, request.spec.settings, request.spec.policy)
+        return request.cache
 
     def _enter(
-        self, request: ServerRequest, make_cache: Callable[[], BoundedCache], seen: int, hidden: int = 0
+        self, request: ServerRequest, make_cache: Callable[[], BoundedCache], seen: int, skipped: int = 0
     ) -> bool:
-        """Admit a request, if it is its turn. Its cache has seen ``seen`` of its tokens and ``hidden`` others. Raises ValueError
+        """Admit a request, if it is its turn. Its cache has seen ``seen`` of its tokens and ``skipped`` others. Raises ValueError
         as ``Engine.add``."""
         background = request.purpose == "document"
-        if not self._engine.takes(len(request.ids) - seen, background=background):
+        if not self._engine.takes(len(request.prompt.ids) - seen, background=background):
             return False
-        request.hidden, request.ids = hidden, request.ids[:1] * hidden + request.ids
-        request.sequence = self._engine.add(request, make_cache, seen=seen + hidden, background=background)
+        request.lookup.skipped, seen = skipped, seen + skipped
+        request.sequence = self._engine.add(request.for_engine(), make_cache, seen=seen, background=background)
         self.queue = [one for one in self.queue if one is not request]
         self.active.append(request)
         if request.purpose == "answer":

@@ -44,18 +44,13 @@ class Block:
 class AnswerStream:
     """One answer on its way to the client, up to the reader's stop text.
 
-    Args:
-        echoes: whether the prompt's text precedes it. hides: whether thoughts are left out.
-
     Attributes:
         events, blocks: sent to the client so far. tokens: their tokens.
         reason: why it ended: "stop", "length" or "tool_calls".
     """
 
-    def __init__(
-        self, engine: EngineThread, request: ServerRequest, reader: Reader, *, echoes: bool = False, hides: bool = False
-    ) -> None:
-        self.engine, self.request, self.reader, self.echoes, self.hides = engine, request, reader, echoes, hides
+    def __init__(self, engine: EngineThread, request: ServerRequest, reader: Reader) -> None:
+        self.engine, self.request, self.reader = engine, request, reader
         self.events, self.tokens, self.blocks, self.reason = list[Event](), list[Token](), list[Block](), "stop"
         self._news, self._loop = asyncio.Event(), asyncio.get_running_loop()
         # Written by the engine's thread: events with the number of characters that they are sure of, characters after tokens.
@@ -119,8 +114,8 @@ class AnswerStream:
         Raises:
             ValueError: the request cannot be answered. Failed: the engine could not. Stopping: the server stops.
         """
-        request, ends = self.request, self._ends
-        echo = str(self.engine.tokenizer.decode(list(request.ids[request.hidden :]))) if self.echoes else ""
+        request, ends, spec = self.request, self._ends, self.request.spec
+        echo = str(self.engine.tokenizer.decode(list(request.prompt.ids))) if spec.echoes else ""
         taken, shown, end, ended, before = 0, 0, 0, None, len(echo)
         while ended is None:
             await self._news.wait()
@@ -132,12 +127,14 @@ class AnswerStream:
             if sequence.error is not None:
                 raise sequence.error if isinstance(sequence.error, ValueError) else Failed(first_line(sequence.error))
             new, start = self._final[taken:], end
-            events = [event for part, _ in new for event in part if not (self.hides and event.kind == "thought")]
+            events = [
+                event for part, _ in new for event in part if not (spec.hides_thoughts and event.kind == "thought")
+            ]
             taken, shown = taken + len(new), new[-1][1] if new else shown
-            if request.top_logprobs is not None:
+            if spec.top_logprobs is not None:
                 end = min(len(sequence.written), len(ends) - 1)
                 end = end if ended and self.reader.stop is None else bisect_left(ends, shown, 0, end)
-            hidden = self.thought_spans() if self.hides and end > start else []
+            hidden = self.thought_spans() if spec.hides_thoughts and end > start else []
             offsets = [at + before for at in ends[start:end]]
             told = zip(sequence.written[start:end], sequence.logprobs[start:end], offsets, strict=True)
             tokens = [one for at, one in enumerate(told, start) if not any(span[0] <= at < span[1] for span in hidden)]
@@ -154,8 +151,8 @@ class AnswerStream:
 
     def _prompt_tokens(self) -> Iterable[Token]:
         """Tokens of the prompt, where their log-probabilities are asked for."""
-        sequence, ids = self.request.sequence, list(self.request.ids[self.request.hidden :])
-        if sequence is None or not self.request.prompt_logprobs:
+        sequence, ids = self.request.sequence, list(self.request.prompt.ids)
+        if sequence is None or not self.request.spec.prompt_logprobs:
             return ()
         offsets = accumulate(map(len, token_texts(self.engine.tokenizer, ids)[:-1]), initial=0)
         return zip(ids, [[], *sequence.prompt_logprobs], offsets, strict=True)
@@ -177,8 +174,8 @@ class Reply(StreamingResponse, ABC):
 
     def __init__(self, server: Server, body: CompletionBody, answers: Sequence[AnswerStream]) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"} if body.stream else {}
-        headers["x-max-tokens"] = str(answers[0].request.max_tokens)  # they may be fewer than were asked for
-        headers |= {"x-left-out": ", ".join(body.left_out)} if body.left_out else {}
+        headers["x-max-tokens"] = str(answers[0].request.spec.max_tokens)  # they may be fewer than were asked for
+        headers |= {"x-left-out": body.left_out_words} if body.left_out else {}
         kind = "text/event-stream" if body.stream else "application/json"
         super().__init__(self._chunks(), media_type=kind, headers=headers)
         self.server, self.asked, self.answers, self.answer = server, body, answers, answers[0]

@@ -103,7 +103,7 @@ class MessageReply(Reply):
         }  # fmt: skip
 
     async def values(self) -> AsyncIterator[JsonObject]:
-        begun = {"input_tokens": self.answer.request.prompt_tokens, "output_tokens": 0}
+        begun = {"input_tokens": len(self.answer.request.prompt.ids), "output_tokens": 0}
         yield {"type": "message_start", "message": {**self.head, "usage": begun}}
         async for step, block, piece in self.answer.stream_blocks():
             place = {"index": block.index}
@@ -133,7 +133,7 @@ class MessageReply(Reply):
         request, stop, tokens = self.answer.request, self.answer.reader.stop, usage(self.answers)
         reason = REASONS[self.answer.reason] if stop is None else "stop_sequence"
         counts = {
-            "input_tokens": request.prompt_tokens - request.cached_tokens, "cache_creation_input_tokens": 0,
+            "input_tokens": len(request.prompt.ids) - request.cached_tokens, "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": request.cached_tokens, "output_tokens": tokens["completion_tokens"],
             "locret": tokens["locret"],
         }  # fmt: skip

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import secrets
 from array import array
 from collections.abc import Callable, Mapping
-from typing import Annotated, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import regex
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
@@ -17,11 +20,16 @@ from ..answers.values import nested
 from ..documents.conversation import common
 from ..documents.document import Document
 from ..engine import Sampling
+from ..policies.grammar import parse_policy
 from ..text.template import has_template, render_messages, takes, template_source
 from ..text.tokens import IdStream, TooManyTokens
-from .histories import render
-from .messages import JsonObject, Message, Part, ResponseFormat, Tool, form, places, refuse, tool_name
-from .tools import rewritten
+from .histories import render, rewritten
+from .messages import JsonObject, Message, Part, Refused, ResponseFormat, Tool, form, places, refuse, tool_name
+from .request import AnswerSpec, Prompt
+
+if TYPE_CHECKING:
+    from .engine_thread import EngineThread
+    from .state import Server
 
 REFUSED = dict.fromkeys(("functions", "function_call", "audio", "modalities", "suffix"), "")
 STOPS = 64
@@ -30,6 +38,10 @@ MESSAGES = 1 << 14
 """Messages of a conversation, at most: each takes its time, however short it is."""
 MAX_TOKENS = 1 << 20
 """Tokens of a text that is turned into a list, at most; where each comes with its piece, as many as a prompt may have."""
+ANSWER, THOUGHT = 512, 2048
+"""Tokens of an answer, and of a thought before it, where a request bounds neither."""
+NEAREST = 64
+"""Tokens at a prompt's end where a thought may begin."""
 MIN_TOP_P = 1e-6
 """Share of the probability, at least; any so small is the likeliest token's."""
 DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -83,7 +95,7 @@ class CompletionBody(Part):
     policy: str | None = None
     """Policy that the server allows."""
     left_out: list[str] = Field(default_factory=list)
-    """Parts of the body that have no effect here, for the log and the header ``x-left-out``."""
+    """Parts of the body that have no effect here."""
 
     @model_validator(mode="before")
     @classmethod
@@ -98,6 +110,49 @@ class CompletionBody(Part):
         if type(made) in (int, float) and type(value) not in (int, float):  # pydantic reads true as 1, and "1" too
             raise ValueError(f"must be a number, not {json.dumps(value)[:40]}")
         return made
+
+    @property
+    def left_out_words(self) -> str:
+        """What is left out, for the log and the header ``x-left-out``."""
+        return ", ".join(re.sub(r"[^\w .:/-]", "?", part, flags=re.ASCII)[:80] for part in self.left_out[:20])
+
+    def marks(self, tokenizer: PreTrainedTokenizerBase) -> AnswerForm:
+        """Marks in the answers."""
+        return AnswerForm()
+
+    def resolve(self, server: Server, document: Document | None = None) -> AnswerSpec:
+        """What is asked of each answer, within the server's bounds.
+
+        Raises:
+            HTTPException, ValueError: a field that is beyond them, or does not go with a document.
+        """
+        engine, bound, wanted = server.ready(), server.limits.answer_tokens, self.max_tokens
+        sampling = self.sampling(server.defaults, engine.vocabulary)
+        if document is not None:
+            for name in ("budget", "policy"):
+                if getattr(self, name) is not None:
+                    raise Refused(
+                        400, f"{name} has no effect with document_id: the document was read with its own", name
+                    )
+            if sampling.repetition_penalty != 1.0 and not document.has_text:
+                raise Refused(400, "repetition_penalty needs the document's text, which is not in its file")
+        if wanted is not None and wanted > bound and server.limits.strict:
+            raise Refused(400, f"max_tokens={wanted} must be at most {bound}", "max_tokens")
+        if self.best_of not in (None, self.n):
+            raise Refused(400, f"best_of={self.best_of} must be n={self.n}: every answer is given", "best_of")
+        if self.policy not in (None, *server.policies):
+            allowed = ", ".join(server.policies) or "none but the server's"
+            raise Refused(400, f"policy={str(self.policy)[:64]!r} is not allowed here; allowed: {allowed}")
+        if self.budget is not None and self.budget > (slots := engine.settings.budget or self.budget):
+            raise ValueError(f"budget={self.budget} must be at most {slots}, the slots of a session")
+        return AnswerSpec(
+            max_new_tokens=bound if wanted == -1 else min(ANSWER if wanted is None else wanted, bound),
+            sampling=sampling,
+            seed=secrets.randbelow(2**32) if self.seed is None or self.seed == -1 else self.seed,
+            stops=tuple(filter(None, self.stop)),
+            settings=None if self.budget is None else replace(engine.settings, budget=self.budget),
+            policy=None if self.policy is None else parse_policy(self.policy),
+        )
 
     def sampling(self, defaults: Mapping[str, float], vocabulary: int) -> Sampling:
         """Settings for the choice of tokens.
@@ -198,19 +253,31 @@ class ChatBody(CompletionBody):
         self.tools = [] if self.tool_choice == "none" else self.tools
         return self
 
+    def marks(self, tokenizer: PreTrainedTokenizerBase) -> AnswerForm:
+        return answer_form(tokenizer, tools=bool(self.tools))
+
+    def resolve(self, server: Server, document: Document | None = None) -> AnswerSpec:
+        spec, bound = super().resolve(server, document), server.limits.answer_tokens
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        spec = replace(
+            spec, top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            hides_thoughts=bool(self.exclude) or not self.include_reasoning,
+        )  # fmt: skip
+        if not self.marks(server.ready().tokenizer).thinks:
+            return spec
+        if self.max_tokens is not None:
+            return replace(spec, thought_tokens=self.thought_tokens)
+        most = min(THOUGHT, bound * 4 // 5)
+        thought = min(self.thought_tokens or most, most)
+        return replace(spec, max_new_tokens=min(ANSWER, bound - most), thought_tokens=thought, apart=True)
+
     @property
     def called(self) -> list[str]:
         """Names of the tools of which the answer must call one; none where it need not."""
         if isinstance(self.tool_choice, dict):
             return [tool_name(self.tool_choice)]
         return [tool.function.name for tool in self.tools] if self.tool_choice == "required" else []
-
-    @property
-    def wanted_logprobs(self) -> int | None:
-        """Number of the likeliest tokens that each token comes with; None for no log-probabilities at all."""
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs=true")
-        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def continued(self) -> bool:
@@ -272,12 +339,33 @@ class ChatBody(CompletionBody):
         stream = IdStream(tokenizer, special=not has_template(tokenizer), max_tokens=max_tokens)
         return [stream.finish(render(messages)[1])]
 
-    def later(self, tokenizer: PreTrainedTokenizerBase, document: Document | None) -> array[int]:
+    def prompts(self, engine: EngineThread, document: Document | None, max_tokens: int) -> list[Prompt]:
+        """The prompt, and what others have of it. Raises as ``ids``."""
+        tokenizer = engine.tokenizer
+        form, (ids,) = self.marks(tokenizer), self.ids(tokenizer, document, max_tokens)
+        shares = document is None and engine.shared_prefixes and len(ids)
+        return [
+            Prompt(
+                ids, self.shared_tokens(tokenizer, ids) if shares else 0,
+                self.next_ids(tokenizer, document) if form.thinks and not self.continued else array("i"),
+                self.begins_in_thought(tokenizer, ids),
+            )
+        ]  # fmt: skip
+
+    def begins_in_thought(self, tokenizer: PreTrainedTokenizerBase, ids: array[int]) -> bool:
+        """Whether the answer starts within a thought, opened by the chat template or by the continued answer."""
+        form, last = self.marks(tokenizer), self.messages[-1].content
+        if self.continued and not last:
+            return form.thinks
+        last = last if self.continued else str(tokenizer.decode(list(ids[-NEAREST:])))
+        return form.thinks and not form.anywhere and form.opened(last, continued=self.continued)
+
+    def next_ids(self, tokenizer: PreTrainedTokenizerBase, document: Document | None) -> array[int]:
         """Token ids up to this prompt's answer, as the next turn's prompt has them; none where it can have none."""
         asked = Message(role="user", content="?")
         turns = ([*self.messages, Message(role="assistant", content=text), asked] for text in "xy")
         try:
-            one, other = (self.model_copy(update={"messages": said}).ids(tokenizer, document)[0] for said in turns)
+            one, other = (self.model_copy(update={"messages": turn}).ids(tokenizer, document)[0] for turn in turns)
         except ValueError:
             return array("i")
         return one[: common(one, other)]
@@ -328,7 +416,14 @@ class TextBody(CompletionBody):
         form("a text, token ids, or a list of at most 64 of either"),
     ]  # fmt: skip
     echo: bool = False
-    wanted_logprobs: Annotated[Annotated[int, Field(ge=0, le=20)] | None, places("logprobs")] = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    def resolve(self, server: Server, document: Document | None = None) -> AnswerSpec:
+        return replace(super().resolve(server, document), top_logprobs=self.logprobs, echoes=self.echo)
+
+    def prompts(self, engine: EngineThread, document: Document | None, max_tokens: int) -> list[Prompt]:
+        """The prompts. Raises as ``ids``."""
+        return [*map(Prompt, self.ids(engine.tokenizer, document, max_tokens))]
 
     def ids(
         self, tokenizer: PreTrainedTokenizerBase, document: Document | None, max_tokens: int | None = None

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 import time
-from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
@@ -15,24 +13,19 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from transformers import PreTrainedTokenizerBase
 
-from ..answers.forms import AnswerForm, answer_form
+from ..answers.forms import AnswerForm
 from ..answers.grammar import after_thought, call_rules, json_rule
 from ..answers.reader import Call, Event, Reader
-from ..engine import Thought
-from ..policies.grammar import parse_policy
+from ..documents.document import Document
 from ..text.tokens import TooManyTokens, token_bytes
 from .answers import AnswerStream, Reply, Token
 from .bodies import ChatBody, TextBody
 from .constraint import Grammar, constraint, speller
 from .engine_thread import EngineThread
 from .messages import TOO_LONG, JsonObject, Refused, tool_call
-from .request import LOG, ServerRequest
+from .request import LOG, Prompt, ServerRequest
 from .state import Server
 
-ANSWER, THOUGHT = 512, 2048
-"""Tokens of an answer, and of a thought before it, where a request bounds neither."""
-NEAREST = 64
-"""Tokens at a prompt's end where a thought may begin."""
 LEAST = -9999.0
 """Log-probability of a token that cannot be, as OpenAI has it: JSON has no infinity."""
 
@@ -51,7 +44,7 @@ class TextReply(Reply):
     def choice(self, index: int, said: JsonObject, tokens: Sequence[Token] | None, reason: str | None) -> JsonObject:
         """A choice, or an event's part of it, with the fields ``said``."""
         answer = self.answers[index]
-        known = tokens is not None and answer.request.top_logprobs is not None
+        known = tokens is not None and answer.request.spec.top_logprobs is not None
         logprobs = logprobs_of(answer.engine.tokenizer, tokens or (), chat=self.chat) if known else None
         return {"index": index, **said, "finish_reason": reason, "logprobs": logprobs}
 
@@ -70,7 +63,7 @@ class TextReply(Reply):
                 yield event(index, {"role": "assistant", "content": ""})
             async for events, begun in answer.stream_pieces():
                 tokens: Sequence[Token] | None = begun
-                empty: list[JsonObject] = [{"content": ""}] if answer.request.top_logprobs is not None else []
+                empty: list[JsonObject] = [{"content": ""}] if answer.request.spec.top_logprobs is not None else []
                 for delta in [delta_of(one, answer.reader.calls) for one in events] or empty:
                     yield event(index, delta, tokens)
                     tokens = None
@@ -136,7 +129,7 @@ def usage(answers: Sequence[AnswerStream], n: int = 1) -> JsonObject:
     requests = [answer.request for answer in answers]
     new = sum(len(one.sequence.tokens) for one in requests if one.sequence is not None)
     thought = sum(end - start for answer in answers for start, end in answer.thought_spans())
-    prompt = sum(one.prompt_tokens for one in requests[::n])
+    prompt = sum(len(one.prompt.ids) for one in requests[::n])
     return {
         "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in requests[::n])},
@@ -163,87 +156,44 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
     Raises:
         HTTPException, ValueError: the request is refused. Busy, Stopping: see ``EngineThread.submit``.
     """
-    engine = server.ready()
-    owner = server.owner(request)
-    document = None
-    sampling = body.sampling(server.defaults, engine.vocabulary)
-    if body.document_id is not None:
-        upload = server.document(owner, body.document_id)
-        if upload.document is None:
-            raise Refused(409, f"document {upload.id} is {upload.shown()['status']}", "document_id")
-        document = upload.document
-        for name in ("budget", "policy"):
-            if getattr(body, name) is not None:
-                raise Refused(400, f"{name} has no effect with document_id: the document was read with its own", name)
-        if sampling.repetition_penalty != 1.0 and not document.has_text:
-            raise Refused(400, "repetition_penalty needs the document's text, which is not in its file")
-        if engine.store is not None:
-            engine.store.used(upload.id)
-    form = answer_form(engine.tokenizer, tools=bool(body.tools)) if isinstance(body, ChatBody) else AnswerForm()
-    bound, strict, wanted = server.limits.answer_tokens, server.limits.strict, body.max_tokens
-    apart = wanted is None and form.thinks
-    budget = body.thought_tokens if isinstance(body, ChatBody) and form.thinks else None
-    hides = isinstance(body, ChatBody) and (body.exclude or not body.include_reasoning)
-    if wanted is None:
-        thought = min(THOUGHT, bound * 4 // 5) if apart else 0
-        wanted, budget = min(ANSWER, bound - thought), min(budget or thought, thought) if apart else None
-    elif strict and wanted > bound:
-        raise Refused(400, f"max_tokens={wanted} must be at most {bound}", "max_tokens")
-    max_new_tokens = bound if wanted == -1 else min(wanted, bound)
-    if body.best_of not in (None, body.n):
-        raise Refused(400, f"best_of={body.best_of} must be n={body.n}: every answer is given", "best_of")
-    top_logprobs, echoes = body.wanted_logprobs, isinstance(body, TextBody) and body.echo
-    if body.policy not in (None, *server.policies):
-        allowed = ", ".join(server.policies) or "none but the server's"
-        raise Refused(400, f"policy={str(body.policy)[:64]!r} is not allowed here; allowed: {allowed}")
-    policy = None if body.policy is None else parse_policy(body.policy)
-    settings = engine.session_settings(body.budget)
-    where, length = "messages" if isinstance(body, ChatBody) else "prompt", server.limits.prompt_tokens
-    try:
-        prompts = await asyncio.to_thread(body.ids, engine.tokenizer, document, length)
-    except TooManyTokens:  # in words by which clients know it that look for no code
-        said = f"the prompt has more than {length} tokens: this model's maximum context length is {length} tokens"
-        raise Refused(400, said, where, TOO_LONG) from None
-    if not all(map(len, prompts)):
-        raise Refused(400, "the prompt holds no tokens", where)
-    begun = [isinstance(body, ChatBody) and begins_in_thought(engine.tokenizer, form, ids, body) for ids in prompts]
-    constrain, reader = await asyncio.to_thread(form_of_answer, engine, body, form, begun[0])
+    engine, owner, document_id = server.ready(), server.owner(request), body.document_id
+    document = None if document_id is None else server.ready_document(owner, document_id)
+    form, spec = body.marks(engine.tokenizer), body.resolve(server, document)
+    prompts = await asyncio.to_thread(prompts_of, body, engine, document, server.limits.prompt_tokens)
+    constrain, reader = await asyncio.to_thread(form_of_answer, engine, body, form, prompts[0].opened)
+    spec = replace(spec, sampling=replace(spec.sampling, constrain=constrain))
     if body.left_out:
-        body.left_out = [re.sub(r"[^\w .:/-]", "?", one, flags=re.ASCII)[:80] for one in body.left_out[:20]]
-        LOG.warning("left out of a request: %s", ", ".join(body.left_out))
-    sampling = replace(sampling, constrain=constrain)
-    later, shared_tokens = array("i"), 0
-    if form.thinks and isinstance(body, ChatBody) and not body.continued:
-        later = await asyncio.to_thread(body.later, engine.tokenizer, document)
-    if document is None and engine.shared_prefixes and isinstance(body, ChatBody):
-        shared_tokens = await asyncio.to_thread(body.shared_tokens, engine.tokenizer, prompts[0])
-    seed = secrets.randbelow(2**32) if body.seed is None or body.seed == -1 else body.seed
-    if body.document_id is not None:  # from here on nothing is awaited: what is deleted later finds the requests
-        server.document(owner, body.document_id)
-    answers = [
-        AnswerStream(
-            engine,
-            ServerRequest(
-                ids, max_new_tokens, sampling, (seed + i) % 2**32, top_logprobs=top_logprobs, owner=owner, document=document,
-                document_id=body.document_id or "", settings=settings, policy=policy, shared_tokens=shared_tokens,
-                later=later, drops=engine.thoughts == "dropped" and form.thinks,
-                prompt_logprobs=echoes and top_logprobs is not None, parks=max_new_tokens > 0,
-                thought=None if budget is None else Thought(engine.tokenizer, opened=thinks, max_tokens=budget, apart=apart),
-            ),
-            reader(thinks=thinks, stops=[*filter(None, body.stop)]), echoes=echoes, hides=bool(hides),
+        LOG.warning("left out of a request: %s", body.left_out_words)
+    if document_id is not None:  # from here on nothing is awaited: what is deleted later finds the requests
+        server.ready_document(owner, document_id)
+    drops_thoughts = engine.thoughts == "dropped" and form.thinks
+    requests = [
+        ServerRequest(
+            prompt, spec, owner=owner, document=document, document_id=document_id or "", number=number,
+            thought=spec.new_thought(engine.tokenizer, prompt), drops_thoughts=drops_thoughts,
         )
-        for ids, thinks in zip(prompts, begun, strict=True) for i in range(body.n)
+        for prompt in prompts for number in range(body.n)
     ]  # fmt: skip
-    engine.submit(*(answer.request for answer in answers))
+    answers = [AnswerStream(engine, one, reader(thinks=one.prompt.opened, stops=spec.stops)) for one in requests]
+    engine.submit(*requests)
     return answers
 
 
-def begins_in_thought(tokenizer: PreTrainedTokenizerBase, form: AnswerForm, ids: Sequence[int], body: ChatBody) -> bool:
-    """Whether an answer starts within a thought, opened by the chat template or by the continued answer."""
-    last = body.messages[-1].content if body.continued else str(tokenizer.decode(list(ids[-NEAREST:])))
-    if body.continued and not last:
-        return form.thinks
-    return form.thinks and not form.anywhere and form.opened(last, continued=body.continued)
+def prompts_of(
+    body: ChatBody | TextBody, engine: EngineThread, document: Document | None, max_tokens: int
+) -> list[Prompt]:
+    """The prompts of a body. Raises HTTPException, ValueError: one holds no tokens, or too many, or cannot be made."""
+    field = "messages" if isinstance(body, ChatBody) else "prompt"
+    try:
+        prompts = body.prompts(engine, document, max_tokens)
+    except TooManyTokens:  # in words by which clients know it that look for no code
+        said = (
+            f"the prompt has more than {max_tokens} tokens: this model's maximum context length is {max_tokens} tokens"
+        )
+        raise Refused(400, said, field, TOO_LONG) from None
+    if not all(len(prompt.ids) for prompt in prompts):
+        raise Refused(400, "the prompt holds no tokens", field)
+    return prompts
 
 
 def form_of_answer(

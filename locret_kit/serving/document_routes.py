@@ -79,10 +79,8 @@ def add_documents(app: FastAPI, server: Server) -> None:
         name: str, request: Request, start: Annotated[int, Query(ge=0, le=INT32_MAX)] = 0,
         limit: Annotated[int, Query(ge=1, le=4000)] = 1000,
     ) -> dict[str, object]:  # fmt: skip
-        upload = server.document(server.owner(request), name)
-        if upload.document is None:
-            raise HTTPException(409, f"document {upload.id} is {upload.shown()['status']}")
-        return {"id": upload.id, "object": "document.kept", **kept_page(upload.document, start, limit)}
+        page = kept_page(server.ready_document(server.owner(request), name), start, limit)
+        return {"id": name, "object": "document.kept", **page}
 
     @app.delete("/v1/documents/{name}")
     async def delete(name: str, request: Request) -> dict[str, object]:

@@ -12,19 +12,19 @@ import threading
 from array import array
 from collections import abc
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..documents.conversation import common
 from ..documents.document import Document, Progress
+from ..documents.prefix_cache import pin_thoughts
 from ..engine import BoundedCache, CacheFile, Engine, RetainingHeads, Sequence
 from ..naming import prefixed_errors
 from ..policies import Policy
 from ..settings import RunSettings, Thoughts
 from .admission import Admission, Sessions
-from .request import LOG, Busy, Counters, ServerRequest, Stopping
+from .request import LOG, Busy, Counters, Prompt, ServerRequest, Stopping
 from .store import SessionSpec, Store
 
 PINNED_AHEAD = 32
@@ -62,8 +62,8 @@ class EngineThread:
         self._changed = threading.Condition()
         self._parked = Sessions(self.spec, store, self._changed)
         self._admission = Admission(
-            self._engine, self._parked, self.spec, self.counters, max_caches=sessions, max_prefixes=shared_prefixes
-        )  # fmt: skip
+            self._engine, self._parked, self.counters, max_caches=sessions, max_prefixes=shared_prefixes
+        )
         self._stopping = False
         self.failed = False
         self._thread = threading.Thread(target=self._run, name="locret-engine", daemon=True)
@@ -110,7 +110,7 @@ class EngineThread:
             if request.sequence is not None and request.sequence.finish_reason is not None:
                 done.set()
 
-        request = ServerRequest(ids, 0, owner="", purpose="document", parks=False, on_change=changed, cache=cache)
+        request = ServerRequest(Prompt(ids), owner="", purpose="document", on_change=changed, cache=cache)
         with self._changed:
             while len(self._admission.queue) >= self.queue and not self._stopping:
                 if progress is not None:
@@ -161,7 +161,7 @@ class EngineThread:
         with self._changed:
             self._parked.forget(document_id)
             for request in (*self._admission.queue, *self._admission.active):
-                request.parks = request.parks and request.document_id != document_id
+                request.forgotten = request.forgotten or request.document_id == document_id
 
     @property
     def figures(self) -> dict[str, int]:
@@ -180,22 +180,17 @@ class EngineThread:
             self._work()
         except Exception as error:  # of the engine itself: whoever waits would wait for good
             LOG.exception("the engine has ended")
-            self._end(error)
-
-    def _end(self, error: Exception) -> None:
-        """End everything with an error, and take nothing more."""
-        admission = self._admission
-        with self._changed:
-            self._stopping = self.failed = True
-            left = [*admission.active, *admission.queue]
-            for request in list(admission.queue):
-                admission.leave(request, "error", error)
-            admission.active.clear()
-        for request in left:
-            if request.sequence is not None and request.sequence.finish_reason is None:
-                request.sequence.end("error", error)
-            with suppress(RuntimeError):  # the event loop of its request is closed
-                request.on_change()
+            with self._changed:
+                self._stopping = self.failed = True
+                active, waiting = self._admission.active, list(self._admission.queue)
+                for request in waiting:
+                    self._admission.leave(request, "error", error)
+                self._admission.active = []
+            for request in (*active, *waiting):
+                if request.sequence is not None and request.sequence.finish_reason is None:
+                    request.sequence.end("error", error)
+                with suppress(RuntimeError):  # the event loop of its request is closed
+                    request.on_change()
 
     def _work(self) -> None:
         while True:
@@ -204,9 +199,9 @@ class EngineThread:
                     for request in [request for request in self._admission.active if request.cancelled]:
                         assert request.sequence is not None
                         self._engine.cancel(request.sequence)
-                        self._tell(request)  # now: the next step counts on its cache
+                        self._notify(request)  # now: the next step counts on its cache
                     for request in self._admission.admit():
-                        self._tell(request)
+                        self._notify(request)
                     if self._engine.running:
                         break
                     if self._stopping and not self._admission.queue:
@@ -219,83 +214,57 @@ class EngineThread:
                 self._engine.fail(error)
             self.counters.forwards += 1
             for request in list(self._admission.active):
-                self._tell(request)
+                self._notify(request)
 
-    def _tell(self, request: ServerRequest) -> None:
+    def _notify(self, request: ServerRequest) -> None:
         """Notify a request of a change, and release it after its end."""
-        sequence = request.sequence
+        sequence, cache = request.sequence, request.cache
         assert sequence is not None
-        if request.cache is not None and request.cache.layers:
-            request.evictions, request.kept_rows = request.cache.counters.evictions, max(request.cache.kept_rows)
         try:
-            stays = request.stop_at(sequence.written) if request.stop_at is not None and sequence.written else None
-            if request.cache is not None and request.cache.layers:
-                self._keep(request, request.cache, sequence)
+            tokens = request.stop_at(sequence.written) if sequence.written else None
+            if cache is not None and cache.layers:
+                request.evictions, request.kept_rows = cache.counters.evictions, max(cache.kept_rows)
+                self._update_thoughts(request, cache, sequence)
+            if tokens is not None:
+                self._engine.cancel(sequence, "stop")
+                if cache is not None and (more := cache.get_seq_length() - request.prompt_length - tokens) > 0:
+                    cache.take_back(more)  # the next turn begins with the answer as it was shown
         except Exception as error:
-            stays = None
             self._engine.fail(error, [sequence])
-        if stays is not None:
-            self._engine.cancel(sequence, "stop")
-            if request.cache is not None and (more := request.cache.get_seq_length() - len(request.ids) - stays) > 0:
-                request.cache.take_back(more)  # the next turn begins with the answer as it was shown
         if sequence.finish_reason is not None:
-            self._ended(request, sequence)
+            self._release(request, sequence)
         try:
             request.on_change()
         except RuntimeError:  # the event loop of its request is closed
             request.cancelled = True
 
-    def _ended(self, request: ServerRequest, sequence: Sequence) -> None:
+    def _release(self, request: ServerRequest, sequence: Sequence) -> None:
+        """Count a request that has ended, and have its cache wait for the next turn."""
         self.counters.count(request, sequence)
         with self._changed:
             if request in self._admission.active:
                 self._admission.active.remove(request)
-            cache, ended_well = request.cache, sequence.finish_reason in ("stop", "length")
-            kept = request.parks and request.has_defaults and ended_well
-            if request.drops:
-                cache, kept = request.kept, request.parks and request.has_defaults
-            if kept and cache is not None and not cache.state.unfinished and not cache.reread_positions:
+            cache, reusable = request.cache, request.reusable and sequence.finish_reason in ("stop", "length")
+            if request.drops_thoughts:
+                cache, reusable = request.next_cache, request.reusable
+            if reusable and cache is not None and not cache.state.unfinished and not cache.reread_positions:
                 read = request.read(
                     cache.get_seq_length(), lambda token: not str(self.tokenizer.decode([token])).strip()
                 )
                 self._parked.park(request, cache, read)
-            request.cache = request.kept = request.document = None
+            request.cache = request.next_cache = request.document = None
 
-    def _keep(self, request: ServerRequest, cache: BoundedCache, sequence: Sequence) -> None:
+    def _update_thoughts(self, request: ServerRequest, cache: BoundedCache, sequence: Sequence) -> None:
         """Copy the cache where thoughts are dropped, up to the last boundary before which later prompts evict alike. Where they
         are pinned, pin the thought so far and some tokens that follow."""
-        read, tokens = cache.get_seq_length(), len(sequence.written)
-        shared = common(request.ids, request.later) if request.drops and request.has_defaults else 0
-        if shared and read == cache.schedule.safe(shared):
-            request.kept = None  # before another is made
-            request.kept = cache.fork(len(request.ids))
-        ended = sequence.finish_reason is not None
+        prompt, tokens, ended = request.prompt, len(sequence.written), sequence.finish_reason is not None
+        drops = request.drops_thoughts and request.reusable and not request.lookup.skipped
+        shared = common(prompt.ids, prompt.next_ids) if drops else 0
+        if shared and cache.get_seq_length() == cache.schedule.safe(shared):
+            request.next_cache = None  # before another is made
+            request.next_cache = cache.fork(request.prompt_length)
         if self.thoughts == "pinned" and (tokens % PINNED_AHEAD == 1 or ended):
-            begin = len(request.ids)
-            cache.unpin(begin, begin + tokens + PINNED_AHEAD)
-            for start, end in request.thought_spans():
-                pin_thought(cache, begin + start, begin + end + (0 if ended else PINNED_AHEAD))
-
-    def session_settings(self, budget: int | None) -> RunSettings | None:
-        """Settings of a request that asks for its own budget, at most the server's.
-
-        Raises:
-            ValueError: more than a session has.
-        """
-        if budget is None:
-            return None
-        max_budget = self.settings.budget
-        if isinstance(max_budget, int) and budget > max_budget:
-            raise ValueError(f"budget={budget} must be at most {max_budget}, the slots of a session")
-        return replace(self.settings, budget=budget)
-
-
-def pin_thought(cache: BoundedCache, start: int, end: int) -> None:
-    """Pin a thought, in place of the oldest ones where there is no room. One that has none without them is not pinned."""
-    while True:
-        with suppress(ValueError):
-            return cache.pin(start, end)
-        older = [span for span in cache.pins if (cache.schedule.prompt_length or 0) <= span[0] < start]
-        if not older:
-            return
-        cache.unpin(*older[0])
+            begin, ahead = request.prompt_length, 0 if ended else PINNED_AHEAD
+            before = cache.schedule.prompt_length or 0
+            earlier = [span for span in cache.pins if before <= span[0] < begin]
+            pin_thoughts(cache, begin, [(start, end + ahead) for start, end in request.thought_spans()], earlier)

@@ -1,4 +1,5 @@
-"""Conversations of real clients for strict chat templates, by a short list of known repairs.
+"""Conversations of real clients for chat templates that take less: for strict ones by a short list of known repairs; for those
+that know no tools, in words.
 
 A template gets a conversation unchanged if it takes it and shows its texts. Otherwise the repairs are applied one after another,
 until it does; then those without which it does so too are undone. A repair changes only what it names, so that the next turn's
@@ -20,11 +21,11 @@ from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
+from ..answers.forms import CLOSE, OPEN
 from ..answers.values import nested
 from ..text.template import Refusal, render_traced
 from ..text.untrusted import FIRST, OTHERS, Traced
-from .messages import JsonObject
-from .tools import call_text, result_text
+from .messages import JsonObject, Message, Tool
 
 Turn = Mapping[str, object]
 """A message in the form of chat templates, with its ``place`` in the body."""
@@ -324,3 +325,41 @@ REPAIRS: tuple[Repair, ...] = (
     user_first,
 )  # fmt: skip
 """After those of arguments, from the repairs that change the least."""
+
+
+# ---- templates that know no tools: these stand in the system prompt, calls and results in the form of Qwen and Hermes ----------
+
+
+WORDS = """You may call functions. Each is described by its name, its purpose and the JSON schema of its arguments:
+{tools}
+To call one, answer with nothing but
+<tool_call>
+{{"name": "its name", "arguments": {{"an argument": "its value"}}}}
+</tool_call>"""
+
+
+def call_text(call: Mapping[str, object]) -> str:
+    """A call in words."""
+    return f"{OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{CLOSE}"
+
+
+def result_text(content: str) -> str:
+    """A tool's result in words."""
+    return f"<tool_response>\n{content}\n</tool_response>"
+
+
+def rewritten(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    """The conversation for a template that knows no tools."""
+    made = list[Message]()
+    for message in messages:
+        if message.role == "tool":
+            said = {"role": "user", "content": result_text(message.content), "tool_call_id": None, "name": None}
+            made.append(message.model_copy(update=said))
+            continue
+        content = "\n".join(filter(None, [message.content, *map(call_text, message.tool_calls)]))
+        made.append(message.model_copy(update={"content": content, "tool_calls": []}))
+    if tools:
+        lines = (json.dumps(tool.function.model_dump(), ensure_ascii=False) for tool in tools)
+        before = f"{made.pop(0).content}\n\n" if made and made[0].role == "system" else ""
+        made.insert(0, Message(role="system", content=before + WORDS.format(tools="\n".join(lines))))
+    return made

@@ -18,12 +18,14 @@ from typing import Any, Literal
 from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from transformers import PreTrainedTokenizerBase
 
 from ..documents.document import Document
 from ..documents.document_text import hash_ids
-from ..engine import BoundedCache, Request, Sequence
+from ..engine import BoundedCache, Request, Sampling, Sequence, Thought
 from ..policies import Policy
 from ..settings import RunSettings
+from ..text.untrusted import Span
 
 LOG = logging.getLogger("locret_kit.serving")
 
@@ -39,7 +41,7 @@ class PrefixKey:
     tokens: int
     sha256: str
     """Hash of the token ids, see ``documents.document_text``."""
-    hidden: int = 0
+    skipped: int = 0
     """Tokens of thoughts that it has read in addition. Chat templates omit them from later prompts."""
 
     @classmethod
@@ -48,28 +50,105 @@ class PrefixKey:
         document, keys = record.get("about"), record.get("keys", [[record.get("tokens"), record.get("sha256"), 0]])
         with suppress(TypeError):
             made = tuple(cls(name, owner, document, *key) for key in keys if isinstance(document, str))
-            if made and all((type(one.tokens), type(one.sha256), type(one.hidden)) == (int, str, int) for one in made):
+            if made and all((type(one.tokens), type(one.sha256), type(one.skipped)) == (int, str, int) for one in made):
                 return made
         raise ValueError(f"{name} is no session")
 
     @classmethod
     def record(cls, keys: tuple[PrefixKey, ...]) -> dict[str, object]:
         """Record of the keys in a session's file."""
-        return {"about": keys[0].document_id, "keys": [[key.tokens, key.sha256, key.hidden] for key in keys]}
+        return {"about": keys[0].document_id, "keys": [[key.tokens, key.sha256, key.skipped] for key in keys]}
 
 
-class PrefixHashes:
-    """Hashes of a prompt's prefixes, each computed once."""
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as it was sent, and what other prompts have of it.
 
-    def __init__(self, ids: array[int]) -> None:
-        self._ids, self.hash = ids, cache(lambda tokens: hash_ids(ids[:tokens]))
-        """The hash of the first ``tokens`` ids."""
+    Attributes:
+        shared_tokens: first tokens that other prompts may share.
+        next_ids: the ids up to its answer, as the next turn's prompt has them.
+        opened: whether it begins a thought of the answer.
+    """
+
+    ids: array[int]
+    shared_tokens: int = 0
+    next_ids: array[int] = field(default_factory=lambda: array("i"))
+    opened: bool = False
+
+    @cached_property
+    def hash(self) -> Callable[[int], str]:
+        """The hash of the first so many ids, each computed once."""
+        return cache(lambda tokens: hash_ids(self.ids[:tokens]))
 
     def longest(self, keys: Iterable[PrefixKey], owner: str, document_id: str) -> PrefixKey | None:
         """The longest key of an owner's caches about a document, with tokens that are a proper prefix of the prompt."""
         mine = (key for key in keys if key.owner == owner and key.document_id == document_id)
-        shorter = sorted((key for key in mine if key.tokens < len(self._ids)), key=lambda key: -key.tokens)
+        shorter = sorted((key for key in mine if key.tokens < len(self.ids)), key=lambda key: -key.tokens)
         return next((key for key in shorter if self.hash(key.tokens) == key.sha256), None)
+
+
+@dataclass(frozen=True)
+class AnswerSpec:
+    """What a body asks of each of its answers, within the server's bounds.
+
+    Attributes:
+        max_new_tokens: of the answer, at most. thought_tokens: of its thought; None for no bound of its own.
+        apart: whether the thought's tokens are beside the answer's.
+        seed: of the first answer. stops: texts that end an answer.
+        echoes: whether the prompt is a part of the answer. hides_thoughts: whether the client gets none.
+        settings, policy: of its own; None for the server's.
+    """
+
+    max_new_tokens: int = 0
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    thought_tokens: int | None = None
+    apart: bool = False
+    stops: tuple[str, ...] = ()
+    top_logprobs: int | None = None
+    echoes: bool = False
+    hides_thoughts: bool = False
+    settings: RunSettings | None = None
+    policy: Policy | None = None
+
+    def new_thought(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Thought | None:
+        """A watch of an answer's thought; None where it has no bound."""
+        if self.thought_tokens is None:
+            return None
+        return Thought(tokenizer, opened=prompt.opened, max_tokens=self.thought_tokens, apart=self.apart)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the answer and its thought, at most."""
+        return self.max_new_tokens + (self.thought_tokens or 0) * self.apart
+
+    @property
+    def prompt_logprobs(self) -> bool:
+        """Whether the prompt's tokens come with their log-probabilities."""
+        return self.echoes and self.top_logprobs is not None
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it runs as the server is set, so that its cache fits other requests."""
+        return self.settings is None and self.policy is None and not self.prompt_logprobs
+
+
+@dataclass
+class SessionLookup:
+    """The search for the session that a request continues.
+
+    Attributes:
+        name: of the session; '' for a new one. skipped: tokens of thoughts that it has read and the prompt omits.
+        loading: whether it is being read from its file. Its cache counts already. load_tries: times that one was.
+        file, store_version: the session's file, and the store's version when it was looked for.
+    """
+
+    name: str = ""
+    skipped: int = 0
+    loading: bool = False
+    load_tries: int = 0
+    file: PrefixKey | None = None
+    store_version: int | None = None
 
 
 class Stopping(RuntimeError):
@@ -85,106 +164,92 @@ class Busy(Exception):
 
 
 @dataclass(eq=False)
-class ServerRequest(Request):
-    """One prompt from the body to the answer.
+class ServerRequest:
+    """One answer on its way from the queue to its end.
 
     Attributes:
         owner: whose caches it may continue.
         purpose: an answer for a client, a document to read, or a shared prefix to read.
         document, document_id: the document that the prompt continues, and its id. The engine releases the document when the
             request has its own copy.
-        settings, policy: of its own; None for the server's.
-        shared_tokens: number of tokens that other prompts may share.
-        later: ids up to its answer, as the next turn's prompt has them. drops: whether the cache for that turn has read only
-            tokens that both prompts have.
-        thought_spans: half-open spans of the answer's tokens that are thoughts, so far.
-        kept: the cache that will wait, if it is not the answer's own.
-        hidden: number of placeholder tokens at the start of ``ids``, for thoughts that the cache has read and the prompt omits.
-        parks: whether the cache may wait for a next turn.
+        thought: watches the answer's thought. drops_thoughts: whether the cache for the next turn has none.
+        number: of the answer among those of a body.
         on_change: called by the engine's thread after every token and at the end; must not block.
         stop_at: called by the engine's thread after every token. If it returns a number, the answer ends with that many tokens.
-        sequence: the batch's record of it; None while it waits.
+        thought_spans: half-open spans of the answer's tokens that are thoughts, so far.
         cache: given with the request, read from a file, or made on admission; None again at the end.
-        session: name of the session that it continues; '' for a new one.
-        cancelled: whether it is to end; the engine's thread ends it.
-        loading: whether its session is being read from its file. The session's cache counts already.
-        file, store_version: the session's file, and the store's version at the time of the lookup.
-        loads: number of times that a session was read from its file for it.
+        next_cache: the cache that will wait for the next turn, if it is not the answer's own.
+        sequence: the batch's record of it; None while it waits.
+        cancelled: whether it is to end; the engine's thread ends it. forgotten: whether its cache may not wait for a next turn.
         prefix_read: tokens of a shared prefix that was read because of this request.
         evictions, kept_rows: of its cache, after the newest token.
         submitted: its arrival, in seconds of ``time.perf_counter``.
     """
 
-    ids: array[int]
+    prompt: Prompt
+    spec: AnswerSpec = field(default_factory=AnswerSpec)
     _: KW_ONLY
     owner: str
     purpose: Literal["answer", "document", "prefix"] = "answer"
     document: Document | None = None
     document_id: str = ""
-    settings: RunSettings | None = None
-    policy: Policy | None = None
-    shared_tokens: int = 0
-    later: array[int] = field(default_factory=lambda: array("i"))
-    drops: bool = False
-    thought_spans: Callable[[], list[tuple[int, int]]] = field(default=list)
-    kept: BoundedCache | None = None
-    hidden: int = 0
-    parks: bool = True
-    on_change: Callable[[], None] = field(default=lambda: None)
-    stop_at: Callable[[list[int]], int | None] | None = None
-    sequence: Sequence | None = None
+    thought: Thought | None = None
+    drops_thoughts: bool = False
+    number: int = 0
+    on_change: Callable[[], None] = lambda: None
+    stop_at: Callable[[list[int]], int | None] = lambda tokens: None
+    thought_spans: Callable[[], list[Span]] = list
     cache: BoundedCache | None = None
-    session: str = ""
+    next_cache: BoundedCache | None = None
+    lookup: SessionLookup = field(default_factory=SessionLookup)
+    sequence: Sequence | None = None
     cancelled: bool = False
-    loading: bool = False
-    file: PrefixKey | None = None
-    store_version: int | None = None
-    loads: int = 0
+    forgotten: bool = False
     prefix_read: int = 0
     evictions: int = 0
     kept_rows: int = 0
     submitted: float = field(default_factory=time.perf_counter)
 
-    @cached_property
-    def prefixes(self) -> PrefixHashes:
-        """Hashes of the prompt's prefixes."""
-        return PrefixHashes(self.ids)
+    def for_engine(self) -> Request:
+        """The request as the engine reads it, with a placeholder for each token of a thought that its cache has read."""
+        prompt, spec = self.prompt.ids, self.spec
+        return Request(
+            prompt[:1] * self.lookup.skipped + prompt, spec.max_new_tokens, spec.sampling, (spec.seed + self.number) % 2**32,
+            top_logprobs=spec.top_logprobs, prompt_logprobs=spec.prompt_logprobs, thought=self.thought,
+        )  # fmt: skip
 
     @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt as it was sent."""
-        return len(self.ids) - self.hidden
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens of the answer and its thought, at most."""
-        apart = self.thought.max_tokens if self.thought is not None and self.thought.apart else 0
-        return self.max_new_tokens + (apart or 0)
+    def prompt_length(self) -> int:
+        """Tokens before the answer, in its cache."""
+        return len(self.prompt.ids) + self.lookup.skipped
 
     @property
     def cached_tokens(self) -> int:
         """Tokens of the prompt that were not read again."""
-        return max(0, self.sequence.prompt_read - self.prefix_read - self.hidden) if self.sequence is not None else 0
+        known = self.sequence.prompt_read if self.sequence is not None else 0
+        return max(0, known - self.prefix_read - self.lookup.skipped)
+
+    @property
+    def reusable(self) -> bool:
+        """Whether its cache may wait for a next turn."""
+        asks = self.purpose == "answer" and self.spec.max_new_tokens > 0
+        return asks and self.spec.is_default and not self.forgotten
 
     def read(self, tokens: int, blank: Callable[[int], bool]) -> Iterator[tuple[array[int], int]]:
         """Prompt prefixes that may continue a cache with ``tokens`` read tokens, each with the number of thought tokens that
         it omits. The first is the prompt with its answer. The second is its form in the next turn's prompt, without leading
         ``blank`` tokens of the answer."""
         assert self.sequence is not None
-        answer = self.sequence.tokens[: max(0, tokens - len(self.ids))]
-        yield (self.ids + array("i", answer))[self.hidden : tokens], self.hidden
-        if answer and self.later:
+        answer, skipped, next_ids = self.sequence.tokens, self.lookup.skipped, self.prompt.next_ids
+        answer = answer[: max(0, tokens - self.prompt_length)]
+        yield (self.prompt.ids + array("i", answer))[: tokens - skipped], skipped
+        if answer and next_ids:
             answer = answer[max((end for _, end in self.thought_spans()), default=0) :]
             answer = [*dropwhile(blank, answer)]
-            same = (size for size in range(len(answer), 0, -1) if self.later[-size:].tolist() == answer[:size])
-            shorter = self.later + array("i", answer[next(same, 0) :])
+            same = (size for size in range(len(answer), 0, -1) if next_ids[-size:].tolist() == answer[:size])
+            shorter = next_ids + array("i", answer[next(same, 0) :])
             if answer and tokens >= len(shorter):  # after a thought alone the same prompt again would continue it
                 yield shorter, tokens - len(shorter)
-
-    @property
-    def has_defaults(self) -> bool:
-        """Whether it runs as the server is set, so that its cache fits other requests."""
-        return self.settings is None and self.policy is None and not self.prompt_logprobs
 
 
 # ---- figures of a running engine, in Prometheus' text format ---------------------------------------------------------
@@ -246,7 +311,7 @@ class Counters(SimpleNamespace):
         self.requests += 1
         self.cancelled += sequence.finish_reason == "cancelled"
         self.failed += sequence.finish_reason == "error"
-        self.prompt_tokens += request.prompt_tokens
+        self.prompt_tokens += len(request.prompt.ids)
         self.cached_tokens += request.cached_tokens
         self.new_tokens += len(sequence.written)
         if sequence.first_token_s is not None and sequence.ended_s is not None:

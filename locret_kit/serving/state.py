@@ -219,6 +219,15 @@ class Server:
             raise HTTPException(404, f"document {name[:64]!r} is not there")
         return upload
 
+    def ready_document(self, owner: str, name: str) -> Document:
+        """An owner's document, read. Raises HTTPException 404; 409 while it is being read."""
+        upload = self.document(owner, name)
+        if upload.document is None:
+            raise Refused(409, f"document {upload.id} is {upload.shown()['status']}", "document_id")
+        if self.engine is not None and self.engine.store is not None:
+            self.engine.store.used(name)
+        return upload.document
+
     @property
     def places(self) -> int:
         """Documents that have a place: all but those that failed."""

@@ -303,7 +303,7 @@ class Store:
                 return None  # it went on since the key was looked up
             policy = spec.policies[0] if file.saved.policy == spec.policies[0].name else None
             cache = file.restore(spec.model, spec.heads, policy, origin=spec.origin())
-            if cache.get_seq_length() != (tokens := key.tokens + key.hidden):
+            if cache.get_seq_length() != (tokens := key.tokens + key.skipped):
                 raise ValueError(f"{path}: its cache has read {cache.get_seq_length()} tokens, not {tokens}")
         except (FileNotFoundError, ValueError) as error:
             LOG.warning("a session's file is not usable and removed: %s", first_line(error))

@@ -36,8 +36,8 @@ def test_a_conversation_in_a_large_cache_is_the_models_own():
 @pytest.mark.parametrize(
     ("policy", "stabilizers", "history"),
     [
-        *((policy, 4, 100) for policy in ("locret", "ada-locret", "h2o", "sirllm", "pyramidkv(6,3)")),
-        *((policy, 40, 30) for policy in ("locret", "ada-locret", "h2o")),
+        *((policy, 4, 60) for policy in ("ada-locret", "h2o", "pyramidkv(6,3)")),
+        *((policy, 40, 30) for policy in ("locret", "ada-locret")),
     ],
 )
 def test_turns_have_room_of_their_own(policy, stabilizers, history):
@@ -50,7 +50,7 @@ def test_turns_have_room_of_their_own(policy, stabilizers, history):
     layered = "pyramid" in policy
     assert layered or first == str(document.ask("What is it?", max_new_tokens=4))
     held, sizes = heads_of(chat), []
-    for number in range(12):
+    for number in range(6):
         list(chat.say(f"And what about boat number {number}, which came in?"))
         sizes.append(chat.cache.nbytes)
         assert layered or max(chat.cache.kept_rows) <= 48 + history + 64
@@ -127,8 +127,9 @@ def test_a_pinned_question_is_never_evicted():
     list(chat.say("Remember that the harbour opens at 12345."))
     start, end = chat.pin()
     assert "opens at 12345" in tokenizer.decode(chat.ids[start:end]) and end - start < 40
-    for number in range(12):
+    for number in range(6):
         list(chat.say(f"And what about boat number {number}, which came in when the harbour was quiet?"))
+    assert chat.cache.counters.evictions
     for layer in kept(chat.cache):
         assert all(set(range(start, end)) <= set(head) for head in layer)
 

@@ -50,16 +50,14 @@ def same(answer, expected) -> bool:
 
 
 def check_equal(tmp_path, family: str, policy: str, words: int = 160, **settings) -> None:
-    """Both questions, each asked of a document and of its file, give what a fresh run gives."""
+    """A question to a document, and another to its file, give what a fresh run gives."""
     text = text_of(words)
     document = read(family, policy, text, **settings)
     document.save(tmp_path / "text.locret")
     loaded = load(tmp_path / "text.locret", policy, family)
     assert loaded.cache.nbytes <= document.cache.nbytes and kept(loaded.cache) == kept(document.cache)
-    for question in QUESTIONS:
-        expected = fresh(family, policy, text, question, **settings)
-        assert same(document.ask(question, max_new_tokens=6), expected)
-        assert same(loaded.ask(question, max_new_tokens=6), expected)
+    for one, question in zip((document, loaded), QUESTIONS, strict=True):
+        assert same(one.ask(question, max_new_tokens=6), fresh(family, policy, text, question, **settings))
     assert document.reads == loaded.reads == 0 and document.cache.get_seq_length() >= 3 * 64
 
 
@@ -69,11 +67,10 @@ def test_answers_equal_fresh_runs_bit_for_bit(policy, tmp_path):
     check_equal(tmp_path, one_of(FAMILIES, policy, turn=1), policy, **SETTINGS)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    "policy", ["h2o", "roco", "snapkv(6,3)", "streaming", "compactor(block=8)"]
-)  # scores do not tie
-def test_a_prepared_document_reads_little_more_than_the_question(policy, family):
+@pytest.mark.parametrize("policy", ["h2o", "roco", "snapkv(6,3)", "streaming", "compactor(block=8)"])
+def test_a_prepared_document_reads_little_more_than_the_question(policy):
+    """Of policies whose scores do not tie."""
+    family = one_of(FAMILIES, policy, turn=1)
     unprepared = read(family, policy, text_of(310), **SETTINGS).cache.get_seq_length()
     ahead, document = (read(family, policy, text_of(310), **SETTINGS, ahead=ahead) for ahead in (True, False))
     document.prepare()
@@ -162,8 +159,7 @@ def test_without_its_text_a_document_answers_alike(policy, tmp_path):
     assert loaded.tokens > document.tokens and str(loaded.ask(QUESTIONS[0], max_new_tokens=2)) is not None
 
 
-@pytest.mark.parametrize("words", [60, 5])
-@pytest.mark.parametrize("policy", ["locret", "h2o"])
+@pytest.mark.parametrize(("policy", "words"), [("locret", 60), ("h2o", 5)])
 def test_text_added_to_a_file_without_its_text_is_in_the_next_file(policy, words, tmp_path):
     """And nobody can read it there."""
     text, more, path = text_of(260), " " + text_of(words, seed=4), tmp_path / "text.locret"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from functools import partial
 
 import httpx
 import pytest
@@ -11,7 +10,7 @@ import torch
 from families import TOOL
 from read_texts import kept, text_of
 from real_templates import real_tokenizer
-from served import LIMITS, Dictated, serving
+from served import LIMITS, dictate, serving
 from thinking_model import OPENED, QUESTIONS, parts
 
 from locret_kit import BoundedCache, Document
@@ -21,7 +20,6 @@ from locret_kit.runtime.sampling import Sampling, stop_ids
 from locret_kit.runtime.sequence import Request
 from locret_kit.runtime.session import prefill
 from locret_kit.runtime.thoughts import Thought
-from locret_kit.serving import completions
 from locret_kit.serving.engine_thread import EngineThread
 from locret_kit.serving.store import Store
 from locret_kit.settings import RunSettings
@@ -111,7 +109,7 @@ def test_dropped_turns_are_fresh_runs_of_the_templates_prompt(policy, system, tm
                 assert usage["locret"]["evictions"] == alone.counters.evictions
                 (parked,) = list(engine._parked.parked.values())[-1:]
                 seen = parked.cache.get_seq_length()
-                assert seen == parked.keys[0].tokens < len(ids) and not parked.keys[0].hidden
+                assert seen == parked.keys[0].tokens < len(ids) and not parked.keys[0].skipped
                 shorter = BoundedCache(RUN, policy, heads_of(policy), prompt_length=len(ids))
                 shorter.bind(parts()[0])
                 prefill(parts()[0], ids[:seen], shorter)
@@ -131,12 +129,9 @@ ANSWERS = ("It is the nets.", "Nobody was there when\nthe boats came in.", "At n
 @contextmanager
 def dictated(monkeypatch, number: int):
     """The answer of one turn is written, so that its text has no other tokens."""
-    text = f"{THOUGHTS[number % 4]}\n</think>\n\n{ANSWERS[number % 4]}<|im_end|>"
-    ids = parts()[1](text, add_special_tokens=False).input_ids
-    form_of_answer = completions.form_of_answer
     with monkeypatch.context() as patch:
-        patch.setattr(completions, "form_of_answer", lambda *given: (partial(Dictated, ids), form_of_answer(*given)[1]))
-        yield ids
+        text = f"{THOUGHTS[number % 4]}\n</think>\n\n{ANSWERS[number % 4]}<|im_end|>"
+        yield dictate(patch, parts()[1], text)
 
 
 @pytest.mark.parametrize("thoughts", ["evicted", "pinned"])

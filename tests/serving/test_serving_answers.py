@@ -98,7 +98,8 @@ def truth(ids: list[int], tokens: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 def test_logprobs_are_those_of_the_model(engine, temperature):
     ids = random_ids(40, 5)
-    request = ask(engine, "anna", ids, tokens=8, top_logprobs=4, sampling=Sampling(temperature))
+    spec = {"top_logprobs": 4, "sampling": Sampling(temperature)}
+    request = ask(engine, "anna", ids, tokens=8, spec=spec)
     said = request.sequence
     logprobs_TV = truth(list(ids), said.tokens)
     assert len(said.logprobs) == len(said.tokens) == 8

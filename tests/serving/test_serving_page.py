@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 
 import httpx
 import pytest
@@ -13,9 +11,8 @@ from browser import BROWSER, BROWSERS, browsing
 from families import chatml
 from http_bodies import bearer, chat, user
 from read_texts import text_of
-from served import KEYS, LIMITS, Dictated, held, serving
+from served import KEYS, LIMITS, dictate, held, serving, with_template
 
-from locret_kit.serving import completions
 from locret_kit.serving.request import Busy
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} to look with")
@@ -142,15 +139,8 @@ def test_stop_keeps_what_was_written(tab, url, engine):
 
 def test_a_thought_is_folded(tab, url, engine, monkeypatch):
     """Also where the limit ends it: then no answer is there, and the page says what to do."""
-    tokenizer = deepcopy(engine.tokenizer)
-    tokenizer.chat_template = chatml("<think></think>", "<think>\n")
-    end = tokenizer("</think>It is 7 m.", add_special_tokens=False).input_ids
-    ids = tokenizer("The rope is wet.", add_special_tokens=False).input_ids + end
-    form_of_answer = completions.form_of_answer
-    monkeypatch.setattr(engine, "tokenizer", tokenizer)
-    monkeypatch.setattr(
-        completions, "form_of_answer", lambda *given: (partial(Dictated, ids), form_of_answer(*given)[1])
-    )
+    tokenizer = with_template(monkeypatch, engine, chatml("<think></think>", "<think>\n"))
+    ids = dictate(monkeypatch, tokenizer, "The rope is wet.</think>It is 7 m.")
     opened(tab, url)
     tab.evaluate(f"document.querySelector('#max').value = {len(ids)}")
     ask(tab, "How deep?")

@@ -19,7 +19,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from read_texts import parts
 from real_templates import real_tokenizer
-from served import KEYS, LIMITS, Dictated, serving
+from served import KEYS, LIMITS, dictate, serving
 from tokenizers import AddedToken
 
 from locret_kit.answers.forms import CALLS, UNKNOWN, AnswerForm, answer_form, call_form
@@ -29,7 +29,7 @@ from locret_kit.serving import completions
 from locret_kit.serving.answers import AnswerStream
 from locret_kit.serving.bodies import ChatBody
 from locret_kit.serving.constraint import constraint, speller
-from locret_kit.serving.tools import rewritten
+from locret_kit.serving.histories import rewritten
 from locret_kit.text.template import render_messages
 
 TOOLS = [CHAT_TOOL, NOW]
@@ -51,29 +51,15 @@ def reader(form: str, tools, **given) -> Reader:
     return Reader(AnswerForm(calls=CALLS[form]), tools, **given)
 
 
-def read(reader: Reader, text: str, cuts: list[int], **end) -> tuple[str, list[Call]]:
-    """An answer that comes in pieces."""
-    events, at = [], 0
-    for place in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
-        events, at = events + reader.feed(text[at:place]), place
-    events += reader.end(**end)
+def read(reader: Reader, text: str, **end) -> tuple[str, list[Call]]:
+    """An answer that comes in characters. ``tests/answers/test_fuzz.py``: it is the same in all other pieces."""
+    events = [event for letter in text for event in reader.feed(letter)] + reader.end(**end)
     for call in reader.calls:
         assert call.arguments == "".join(one.text for one in events if one.kind == "arguments" and one.call is call)
     return "".join(one.text for one in events if one.kind == "text"), reader.calls
 
 
-@pytest.mark.parametrize("form", FORMS)
-@given(cuts=st.lists(st.integers(0, 200), max_size=8))
-def test_calls_are_read_in_whatever_pieces_they_come(form, cuts):
-    text, times = FORMS[form]
-    said, calls = read(reader(form, ["depth", "now"]), "\n".join([text] * times), cuts)
-    assert said.strip() == "" and [call.name for call in calls] == ["depth"] * times
-    assert all(json.loads(call.arguments) == {"name": "north", "tide": True} for call in calls)
-    assert len({call.id for call in calls}) == times
-
-
-@given(cuts=st.lists(st.integers(0, 200), max_size=8))
-def test_one_call_alone_where_calls_are_not_parallel(cuts):
+def test_one_call_alone_where_calls_are_not_parallel():
     now = '{"name": "now"}'
     for form, text, before in [
         ("tags", f"I look.<tool_call>{now}</tool_call> <tool_call>{now}</tool_call> more", "I look."),
@@ -81,26 +67,17 @@ def test_one_call_alone_where_calls_are_not_parallel(cuts):
         ("tags", f"<tool_call>[{now}, {now}]</tool_call>", ""), ("list", f"[TOOL_CALLS] [{now}, {now}]", ""),
         ("object", f"[{now}, {now}]", ""),
     ]:  # fmt: skip
-        said, calls = read(reader(form, ["now"], parallel=False), text, cuts)
+        said, calls = read(reader(form, ["now"], parallel=False), text)
         assert said == before and [call.name for call in calls] == ["now"]
 
 
 NOW = '<tool_call>{"name": "now"}</tool_call>'
 
 
-def dictate(monkeypatch, text: str) -> int:
-    """Have every answer be this text. Gives its tokens."""
-    ids, form_of_answer = parts("llama")[1](text, add_special_tokens=False).input_ids, completions.form_of_answer
-    monkeypatch.setattr(
-        completions, "form_of_answer", lambda *given: (partial(Dictated, ids), form_of_answer(*given)[1])
-    )
-    return len(ids)
-
-
 def test_texts_and_calls_by_turns(url, client, monkeypatch):
     """By the protocols that tell an answer block by block: whole, by its events, and by the last of them."""
     asked = {"model": "tiny", "extra_body": {"temperature": 0}}
-    tokens = dictate(monkeypatch, f"I look. {NOW} {NOW} and then\n{NOW}  ")
+    tokens = len(dictate(monkeypatch, parts("llama")[1], f"I look. {NOW} {NOW} and then\n{NOW}  "))
     want = ["I look.", "now", "now", " and then", "now"]
     responses = partial(client.responses.create, **asked, input="a", tools=[{"type": "function", "name": "now"}])
     whole, events = (responses(stream=stream, max_output_tokens=tokens) for stream in (False, True))
@@ -123,7 +100,7 @@ def test_texts_and_calls_by_turns(url, client, monkeypatch):
 
 def test_an_answer_ends_with_its_first_call_where_calls_are_not_parallel(url, client, monkeypatch):
     first = len(parts("llama")[1](NOW, add_special_tokens=False).input_ids)
-    whole = dictate(monkeypatch, f"{NOW} {NOW} a")
+    whole = len(dictate(monkeypatch, parts("llama")[1], f"{NOW} {NOW} a"))
     asked = {"model": "tiny", "messages": user("When?"), "tools": TOOLS, "temperature": 0, "max_tokens": whole}
     for fields, calls, tokens in (({}, 2, whole), ({"parallel_tool_calls": False}, 1, first)):
         answer = client.chat.completions.create(**asked, **fields)
@@ -138,15 +115,14 @@ def test_an_answer_ends_with_its_first_call_where_calls_are_not_parallel(url, cl
     assert [block["type"] for block in answer["content"]] == ["tool_use"] and answer["stop_reason"] == "tool_use"
 
 
-@given(cuts=st.lists(st.integers(0, 200), max_size=8))
-def test_what_is_no_call_is_text(cuts):
+def test_what_is_no_call_is_text():
     for form, text in [
         ("tags", "a < b <tool"), ("tags", "x <tool_call>{}</tool_call> y"), ("tags", '<tool_call>{"name": "other"}</tool_call>'),
         ("tags", "<tool_call>never closed"), ("object", '{"a": 1}'), ("object", "words {}"), ("list", '[{"name": "other"}]'),
         ("list", "[1] or {2}"), ("object", '{"name": "depth"'), ("list", ""),
         ("tags", '<tool_call>{"name": []}</tool_call>'), ("object", '{"name": {}}'), ("list", "[[], null]"),
     ]:  # fmt: skip
-        assert read(reader(form, ["depth"]), text, cuts) == (text, [])
+        assert read(reader(form, ["depth"]), text) == (text, [])
 
 
 TYPED = {
@@ -189,21 +165,20 @@ OWN = {
 
 
 @pytest.mark.parametrize("form", OWN)
-@given(cuts=st.lists(st.integers(0, 600), max_size=9))
-def test_forms_of_other_families(form, cuts):
+def test_forms_of_other_families(form):
     """Of Qwen3-Coder and Qwen 3.5, GLM 4.5, Gemma 4."""
     mark, call, empty, wrong, endless = OWN[form]
     assert call_form("{{ tools }}<tool_call>" * (form != "gemma") + f"{{{{ tools }}}}{mark}") == CALLS[form]
-    said, calls = read(reader(form, {"weather": TYPED, "now": {}}), f"I < look.{call}\n{empty}", cuts)
+    said, calls = read(reader(form, {"weather": TYPED, "now": {}}), f"I < look.{call}\n{empty}")
     assert said.strip() == "I < look."
     assert [(one.name, json.loads(one.arguments)) for one in calls] == [("weather", TYPES), ("now", {})]
     one = reader(form, ["now"], parallel=False)
-    assert [call.name for call in read(one, f"{empty} {empty} more", cuts)[1]] == ["now"] and one.ended
+    assert [call.name for call in read(one, f"{empty} {empty} more")[1]] == ["now"] and one.ended
     for text in wrong:
-        assert read(reader(form, ["now"]), text, cuts) == (text, [])
+        assert read(reader(form, ["now"]), text) == (text, [])
     for text in endless:
         one = reader(form, ["now"])
-        assert read(one, text, cuts)[0] == "" and one.calling and one.whole_calls == []
+        assert read(one, text)[0] == "" and one.calling and one.whole_calls == []
 
 
 def gemma(name: str, values: dict[str, object]) -> str:
@@ -263,7 +238,7 @@ def test_arguments_come_piece_by_piece(form, make, text, other, inner, number, c
         one.end()
         assert (one.calls[0].arguments, len(one.whole_calls)) == (whole, 1)
     if form == "gemma":
-        (bare,) = read(reader(form, ["w"]), "<|tool_call>call:w{a: plain words ,b:12:30,c:x}<tool_call|>", cuts)[1]
+        (bare,) = read(reader(form, ["w"]), "<|tool_call>call:w{a: plain words ,b:12:30,c:x}<tool_call|>")[1]
         assert bare.values == {"a": "plain words", "b": "12:30", "c": "x"}
     if len(text) > 20:
         half = reader(form, {"weather": schema})
@@ -303,9 +278,8 @@ LOOSE = {"$defs": {"I": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/I"}]}}
 
 
 @pytest.mark.parametrize(("text", "shown", "calls"), FAULTS)
-@given(cuts=st.lists(st.integers(0, 300), max_size=9))
-def test_calls_as_models_write_them(text, shown, calls, cuts):
-    said, made = read(reader("xml", {"w": LOOSE}), text, cuts)
+def test_calls_as_models_write_them(text, shown, calls):
+    said, made = read(reader("xml", {"w": LOOSE}), text)
     assert (said, [(one.name, json.loads(one.arguments)) for one in made]) == (shown, calls)
 
 
@@ -314,23 +288,8 @@ def test_an_answer_that_is_cut_off_calls_nothing():
     for form, text in (("xml", f"<tool_call>{HALF}"), ("pairs", pair)):
         for cut in (True, False):
             one = reader(form, {"w": LOOSE})
-            assert read(one, text, [], cut=cut)[0] == "" and len(one.whole_calls) == (not cut)
+            assert read(one, text, cut=cut)[0] == "" and len(one.whole_calls) == (not cut)
             assert one.calls[0].arguments in (['{"text": "a', '{"text": "a"'] if cut else ['{"text": "a"}'])
-
-
-@given(cuts=st.lists(st.integers(0, 60), max_size=5))
-def test_a_form_that_a_tokenizer_declares(cuts):
-    field = {"open": ["<<", "[["], "close": ">>", "repeats": True, "content": "json"}
-    field["transform"] = {"function": "{content}"}
-    tokenizer = copy(real_tokenizer("smollm2"))
-    tokenizer.response_template = {"start_anchor": "a", "fields": {"tool_calls": field}}
-    assert answer_form(tokenizer).calls == CALLS["tags"]
-    tokenizer.chat_template = "{{ tools }}"
-    said, calls = read(
-        Reader(answer_form(tokenizer), ["now"]), 'I <<{"name": "now", "arguments": {"a": "ü"}}>> <<{>> [[', cuts
-    )
-    ((name, arguments),) = [(call.name, json.loads(call.arguments)) for call in calls]
-    assert (said, name, arguments) == ("I <<{>> [[", "now", {"a": "ü"})
 
 
 def follows(grammar, tokenizer, text: str) -> bool:
@@ -356,10 +315,10 @@ def test_a_call_that_must_be_has_the_models_own_form(form, make):
     ):  # fmt: skip
         assert follows(maker(), tokenizer, make("weather", values)) == right, values
         if right:
-            (call,) = read(reader(form.name, offered), make("weather", values), [])[1]
+            (call,) = read(reader(form.name, offered), make("weather", values))[1]
             assert call.values == values | ({"days": 3, "wind": {"gale": True}} if "days" in values else {})
     odd = make("odd", {'"a b-c"' if make is gemma else "a b-c": "x"})
-    assert follows(maker(), tokenizer, odd) and read(reader(form.name, offered), odd, [])[1][0].values == {"a b-c": "x"}
+    assert follows(maker(), tokenizer, odd) and read(reader(form.name, offered), odd)[1][0].values == {"a b-c": "x"}
     one = 1 if make is gemma else "1"
     for text, right in [
         (make("now", {}), True), (make("other", {}), False), ("Hello", False), (make("any", {}), True),
@@ -414,7 +373,7 @@ def test_a_call_that_must_be_in_a_form_that_a_tokenizer_declares(field, text, re
     if text is None:
         with pytest.raises(ValueError, match=f"must be 'auto' .*: of this tokenizer's calls, {field['content']} with"):
             call_rules(tools, form)
-        assert read(Reader(AnswerForm(calls=form), tools), "<c>depth</c> so", [])[1] == []
+        assert read(Reader(AnswerForm(calls=form), tools), "<c>depth</c> so")[1] == []
         return
     ends, spell = frozenset({tokenizer.eos_token_id}), speller(tokenizer)
     maker = constraint(tokenizer, ends, call_rules(tools, form, spell), form.text_end)
@@ -425,7 +384,7 @@ def test_a_call_that_must_be_in_a_form_that_a_tokenizer_declares(field, text, re
         ("Hello", False),
     ):
         assert follows(maker(), tokenizer, said) == right, said
-    (call,) = read(Reader(AnswerForm(calls=form), tools), f"I look.{text}", [3, 9, 20])[1]
+    (call,) = read(Reader(AnswerForm(calls=form), tools), f"I look.{text}")[1]
     assert (call.name, call.values) == ("depth", {"place": "a", "days": 3})
     if len(form.written) > 2 and (form.json or "kv" in field["content"]):
         with pytest.raises(ValueError, match="cannot write 'depth' or"):
@@ -452,7 +411,7 @@ def test_calls_as_python_writes_them(text, right, calls):
     rules = call_rules(tools, form.calls, speller(tokenizer))
     maker = constraint(tokenizer, frozenset({tokenizer.eos_token_id}), rules, form.calls.text_end)
     assert follows(maker(), tokenizer, said) == right
-    before, made = read(Reader(form, tools), f"I look. {said}", [5, 20, 40])
+    before, made = read(Reader(form, tools), f"I look. {said}")
     assert [(one.name, one.values) for one in made] == calls and before == ("I look." if calls else f"I look. {said}")
 
 
@@ -502,7 +461,7 @@ def test_calls_that_must_be_are_as_many_as_a_list_may_have(template, field, row,
             text = row.format(", ".join(calls))
             assert follows(make(), tokenizer, text) == (0 < len(calls) <= most), text
             if 0 < len(calls) <= most:
-                made = [(call.name, call.values) for call in read(new(), text, [3, 9, 20])[1]]
+                made = [(call.name, call.values) for call in read(new(), text)[1]]
                 assert made == [("w", {"n": 1}) if said == one else ("now", {}) for said in calls]
 
 
@@ -522,14 +481,14 @@ def test_numbers_of_calls_are_exact(field, said, value):
     tokenizer.response_template = field and {"start_anchor": "a", "fields": {"tool_calls": field}}
     tools = {"w": {"properties": {"v": {"type": ["number", "integer", "array"]}, "n": {"type": "integer"}}}}
     form = answer_form(tokenizer, tools=True)
-    (call,) = read(Reader(form, tools), said.format(value), [9, 20, 40])[1]
+    (call,) = read(Reader(form, tools), said.format(value))[1]
     assert call.values == {"v": (want := ast.literal_eval(value))} and repr(call.values["v"]) == repr(want)
     if "\n" in said:
         text = said.replace("v:{}", "n:9007199254740993.0\nv:12345678901234567e5")
-        (call,) = read(Reader(form, tools), text, [])[1]
+        (call,) = read(Reader(form, tools), text)[1]
         assert call.values == {"n": 9007199254740993, "v": 12345678901234567e5}
     for wrong in ("9" * 5000, "1e999", "012345678901234567"):  # no JSON, or no number of Python's
-        assert "\n" in said or read(Reader(form, tools), said.format(wrong), []) == (said.format(wrong), [])
+        assert "\n" in said or read(Reader(form, tools), said.format(wrong)) == (said.format(wrong), [])
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -606,7 +565,7 @@ def test_another_template_is_told_in_words():
     messages, tools = body.conversation(real_tokenizer("smollm2"))
     assert tools == [] and [message.role for message in messages] == ["system", "user", "assistant", "user"]
     assert messages[0].content.startswith("Be brief.\n\n") and '"How deep a harbour is"' in messages[0].content
-    assert read(reader("tags", ["depth"]), messages[2].content, [])[1][0].name == "depth"
+    assert read(reader("tags", ["depth"]), messages[2].content)[1][0].name == "depth"
     plain = ChatBody.model_validate({"messages": user("a")}).messages
     assert rewritten(plain, []) == plain
     none = ChatBody.model_validate({"messages": user("a"), "tools": TOOLS, "tool_choice": "none"})
@@ -641,14 +600,6 @@ def test_some_tools_are_allowed(mode):
         body = ChatBody.model_validate({"messages": user("a"), "tools": [other, *TOOLS], "tool_choice": choice})
         assert [tool.function.name for tool in body.tools] == ["depth"]
         assert body.called == ["depth"] * (mode == "required")
-
-
-@pytest.mark.parametrize("choice", ["none", "auto", None])
-def test_a_model_need_not_call(client, choice):
-    answer = client.chat.completions.create(
-        model="tiny", messages=CONVERSATION, tools=TOOLS, tool_choice=choice, temperature=0, max_tokens=8
-    )
-    assert answer.choices[0].message.tool_calls is None and answer.choices[0].finish_reason == "length"
 
 
 # ---- by a grammar --------------------------------------------------------------------------------------------------------

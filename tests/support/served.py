@@ -8,6 +8,8 @@ import time
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,15 +22,18 @@ from strangers import tokens
 
 from locret_kit.engine import Sequence
 from locret_kit.policies.grammar import parse_policy
+from locret_kit.serving import completions
 from locret_kit.serving.app import make_app
 from locret_kit.serving.engine_thread import EngineThread
 from locret_kit.serving.process import HeaderTimeout
-from locret_kit.serving.request import ServerRequest
+from locret_kit.serving.request import AnswerSpec, Prompt, ServerRequest
 from locret_kit.serving.state import Limits, Server
 from locret_kit.serving.store import Store
 from locret_kit.settings import RunSettings
 
 httpx._config.DEFAULT_TIMEOUT_CONFIG.__init__(300)  # of every request; five seconds are not enough on a busy machine
+# Of every client: certificates, which nobody here looks at, take 20 ms to read.
+httpx._transports.default.create_ssl_context = cache(httpx._config.create_ssl_context)
 SETTINGS = RunSettings(budget=96, chunk=32, stabilizers=4, local_len=5)
 KEYS = ("key-of-anna", "key-of-bert")
 LIMITS = Limits(prompt_tokens=4000, answer_tokens=64, body_bytes=200_000, upload_bytes=1_000_000, documents=3)
@@ -63,16 +68,39 @@ class Dictated:
         self.ids.pop(0)
 
 
+def new_request(
+    ids: array[int], tokens: int, *, owner: str = "", shared_tokens: int = 0, spec: dict | None = None, **given: Any
+) -> ServerRequest:
+    """A request for so many tokens; ``spec`` has other fields of its specification."""
+    return ServerRequest(Prompt(ids, shared_tokens), AnswerSpec(tokens, **(spec or {})), owner=owner, **given)
+
+
+def with_template(monkeypatch: Any, engine: EngineThread, template: str) -> Any:
+    """The tokenizer of an engine, which has this chat template from now on."""
+    tokenizer = deepcopy(engine.tokenizer)
+    tokenizer.chat_template = template
+    monkeypatch.setattr(engine, "tokenizer", tokenizer)
+    return tokenizer
+
+
+def dictate(monkeypatch: Any, tokenizer: Any, text: str) -> list[int]:
+    """Have every answer be this text. Gives its tokens."""
+    ids, form_of_answer = tokenizer(text, add_special_tokens=False).input_ids, completions.form_of_answer
+    dictated = lambda *given: (partial(Dictated, ids), form_of_answer(*given)[1])  # noqa: E731
+    monkeypatch.setattr(completions, "form_of_answer", dictated)
+    return ids
+
+
 def ask(engine: EngineThread, owner: str, ids: array[int], **given: object) -> ServerRequest:
     """A request that has ended, for four tokens."""
     return ask_together(engine, ids, owner=owner, **given)[0]
 
 
 def ask_together(
-    engine: EngineThread, *prompts: array[int], owner: str = "", tokens: int = 4, **given: object
+    engine: EngineThread, *prompts: array[int], owner: str = "", tokens: int = 4, **given: Any
 ) -> list[ServerRequest]:
     """Requests that were submitted at once and have ended."""
-    requests, ended = [ServerRequest(ids, tokens, owner=owner, **given) for ids in prompts], threading.Semaphore(0)
+    requests, ended = [new_request(ids, tokens, owner=owner, **given) for ids in prompts], threading.Semaphore(0)
     for request in requests:
         request.on_change = lambda own=request: ended.release() if own.sequence.finish_reason is not None else None
     engine.submit(*requests)

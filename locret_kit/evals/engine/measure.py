@@ -28,7 +28,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ...documents.document import Kept
-from ...engine import Answer, BoundedCache, CannotFork, KVzip, prefill
+from ...documents.prefix_cache import PrefixCache
+from ...engine import Answer, BoundedCache, KVzip, prefill
 from ...files import write_beside
 from ...naming import prefixed_errors
 from ...text.template import protected_spans
@@ -125,20 +126,20 @@ def _common(a: array[int], b: array[int], cache: BoundedCache) -> int:
 
 
 class SharedBeginning:
-    """A cache of the prefix that prompts share, for one policy and budget.
+    """The cache of the prefix that prompts share, for one policy and budget.
 
     Args:
-        fresh: makes an empty cache for a prompt of n tokens.
+        make_cache: makes an empty cache for a prompt of n tokens.
         longest: tokens of the longest prompt. Full attention's cache is allocated for it, so it never grows.
     """
 
-    def __init__(self, model: PreTrainedModel, fresh: Callable[[int], BoundedCache], longest: int) -> None:
-        self._model, self._fresh, self._longest = model, fresh, longest
+    def __init__(self, model: PreTrainedModel, make_cache: Callable[[int], BoundedCache], longest: int) -> None:
+        self._model, self._make_cache, self._longest = model, make_cache, longest
         self.drop()
 
     def drop(self) -> None:
-        """Forget the cache; the next prompt that shares a beginning reads it again."""
-        self._cache: BoundedCache | None = None
+        """Forget the cache; the next prompt that shares a prefix reads it again."""
+        self._prefix = PrefixCache(self._make_cache)
         self.seconds = 0.0
         """Seconds spent reading the tokens in the cache."""
 
@@ -150,26 +151,16 @@ class SharedBeginning:
             shared: see `shared_lengths`.
             pins: the prompt's, see `BoundedCache.pin`. Prompts that share a prefix have the same pins in it.
         """
-        cache = None
-        try:
-            if shared:
-                cache = self._read(ids, shared, pins).fork(len(ids))
-        except CannotFork:
-            self.drop()
-        cache = self._fresh(len(ids)) if cache is None else cache
+        if shared and self._prefix.tokens < shared:
+            began = time.perf_counter()
+            read = self._make_cache(self._longest) if self._prefix.cache is None else self._prefix.cache
+            self._prefix.cache = read
+            read.pin_all((start, min(end, shared)) for start, end in pins if start < shared)
+            prefill(self._model, ids[:shared], read)
+            self.seconds += time.perf_counter() - began
+        cache = self._prefix.fork(len(ids)) if shared else self._make_cache(len(ids))
         cache.pin_all(pins)
         return cache
-
-    def _read(self, ids: array[int], shared: int, pins: Sequence[tuple[int, int]]) -> BoundedCache:
-        """Read the first ``shared`` tokens, as far as they are not read yet."""
-        if self._cache is None:
-            self._cache = self._fresh(self._longest)
-        if self._cache.get_seq_length() < shared:
-            began = time.perf_counter()
-            self._cache.pin_all((start, min(end, shared)) for start, end in pins if start < shared)
-            prefill(self._model, ids[:shared], self._cache)
-            self.seconds += time.perf_counter() - began
-        return self._cache
 
 
 Fields = dict[str, object]
