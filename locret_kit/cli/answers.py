@@ -6,7 +6,7 @@ import json
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from ..text.template import has_template, render_messages
 from ..text.tokens import answer_text, stream_ids
 from ..validation import build
 from . import loading
-from .command import check_question, progress, title_of, write_answer
+from .command import check_question, evidence_lines, progress, title_of, write_answer
 
 SHARED = (*(item.name for item in fields(Generation)), "seed")
 """Options that a line may have for itself."""
@@ -39,6 +39,10 @@ def answer_questions(args: InferOptions, text: Iterable[str]) -> int:
     """Load, then answer the questions about a text, or continue it. Each answer is begun when it is shown; the text is read once
     for all of them where they are then the same. Raises ValueError or OSError with a one-line message."""
     questions: list[str | None] = [*args.question] or [None]  # None: the text is continued
+    # Where a prompt's length decides its budget or chunk, each question reads the text by itself.
+    by_length = isinstance(args.budget, float) or args.one_shot
+    if args.evidence and (by_length or not args.question):
+        raise ValueError("evidence needs a --question, and a --budget in slots without --one-shot")
     generation, shown = loading.generation_of(args), None if args.quiet else progress
     say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)
     pick_device(args.device)  # before a long text is tokenised
@@ -47,7 +51,7 @@ def answer_questions(args: InferOptions, text: Iterable[str]) -> int:
     say(f"backbone: {chosen.backbone}")
     if questions == [None]:
         say("no --question: the text is continued")
-    if len(questions) > 1:
+    if len(questions) > 1 or args.evidence:
         text = list(text)
     tokenizer = load_tokenizer(chosen.backbone)
     args.set_template(tokenizer)
@@ -69,26 +73,27 @@ def answer_questions(args: InferOptions, text: Iterable[str]) -> int:
         )  # fmt: skip
 
     answers = map(alone, questions, prompts)
-    # Where a prompt's length decides its budget or chunk, each question reads the text by itself.
-    by_length = isinstance(args.budget, float) or args.one_shot
-    if len(questions) > 1 and tokenizer.is_fast and not by_length:
+    if args.evidence or (len(questions) > 1 and tokenizer.is_fast and not by_length):
         document = Document.read(
             model, tokenizer, text, run, chosen.policy, chosen.heads, chat=args.chat, title=title_of(args.file),
             progress=shown and shown(),
         )  # fmt: skip
         warnings.append(loading.not_shown(args.protect, document.protected(document.prompt("?"))))
-        answers = map(partial(document.ask, **generation), args.question)
+        answers = map(partial(document.ask, evidence=args.evidence, **generation), args.question)
     reports: list[dict[str, object]] = []
     for question, answer in zip(questions, answers, strict=True):
         for line in (*warnings, loading.beyond_window(model, answer.cache)) if not reports else ():
             if line:
                 print(line, file=sys.stderr)
         write_answer(answer, question if len(questions) > 1 else None, first=not reports, quiet=args.quiet)
+        for line in evidence_lines(answer):
+            print(line)
         for line in (*answer.report.lines(), *loading.remarks(answer, args)):
             say(line)
         asked = {"question": question} if len(questions) > 1 else {}
         said = {"answer": str(answer), "finish_reason": answer.finish_reason}
         said |= {"thought": answer.thought_text} if answer.thought_text else {}
+        said |= {"evidence": [asdict(one) for one in shown]} if (shown := answer.evidence) else {}
         reports.append({**asked, **answer.report.to_dict(), **said})
     if args.report:
         found = reports[0] if len(reports) == 1 else {"answers": reports}

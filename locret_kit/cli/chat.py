@@ -20,7 +20,7 @@ from ..cache.file import read_record
 from ..config.infer_options import CHAT, ChatOptions
 from ..files import write_text
 from ..naming import first_line, nearest
-from .command import CONTROLS, check_target, entry, folded, install_hint, progress, text_of, to_stdout
+from .command import CONTROLS, check_target, entry, evidence_lines, folded, install_hint, progress, text_of, to_stdout
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -216,7 +216,7 @@ class Talk:
         """Talk about a document, from its first turn on."""
         document.prepare()
         args, cache = self.args, document.cache
-        self.chat = document.chat(args.history, **self.generation)
+        self.chat = document.chat(args.history, evidence=self.args.evidence, **self.generation)
         self.document, self.asked, self.turns = document, "", 0
         if args.system:
             self.screen.note("the system prompt is left out: a document's conversation has the template's")
@@ -274,7 +274,8 @@ class Talk:
         from .loading import remarks
 
         if (answer := self.chat.answer) is not None:
-            for line in (*remarks(answer, self.args), *(() if str(answer).strip() else ("an empty answer",))):
+            empty = () if str(answer).strip() else ("an empty answer",)
+            for line in (*evidence_lines(answer), *remarks(answer, self.args), *empty):
                 self.screen.note(line)
 
     def retry(self) -> None:

@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from functools import partial, wraps
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
-from typing import BinaryIO, ParamSpec
+from typing import TYPE_CHECKING, BinaryIO, ParamSpec
 
 from ..backbones import newer
 from ..config.infer_options import Backbone, Plugin
@@ -31,6 +31,9 @@ from ..text.converters import ENCODED, LIMIT, is_encoded
 from ..text.folder import read_folder
 from ..text.reader import convert, is_converted
 from ..validation import annotations_of, choices
+
+if TYPE_CHECKING:
+    from ..runtime.session import Answer
 
 P = ParamSpec("P")
 _RETRIES = OneRetryLine()
@@ -255,6 +258,12 @@ def write_answer(
     for piece in folded(answer, quiet=quiet):
         to_stdout(piece)
     to_stdout("\n")
+
+
+def evidence_lines(answer: Answer) -> list[str]:
+    """A heading and a line for each passage of an answer's evidence; none without evidence."""
+    shown = [f"  {passage}".translate(CONTROLS) for passage in answer.evidence]
+    return ["evidence:", *shown] if shown else []
 
 
 def folded(pieces: Iterable[str], *, quiet: bool = False) -> Iterator[str]:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from ..config.schema import refuse
 from ..files import read_utf8, write_beside
 from ..naming import prefixed_errors
 from ..settings import RunSettings, too_few
-from .command import check_question, check_target, entry, progress, text_of, title_of, write_answer
+from .command import check_question, check_target, entry, evidence_lines, progress, text_of, title_of, write_answer
 
 if TYPE_CHECKING:
     from ..documents.document import Document
@@ -125,7 +125,7 @@ def run_ask(args: AskOptions) -> int:
     document.prepare()
     for number, question in enumerate(questions):
         reads, began = document.reads, time.perf_counter()
-        answer = document.ask(question, **generation)
+        answer = document.ask(question, evidence=args.evidence, **generation)
         cached = answer.cache.get_seq_length()
         if document.reads > reads and not args.quiet:
             print("reading the text again: this question changes the evictions", file=sys.stderr)
@@ -133,6 +133,8 @@ def run_ask(args: AskOptions) -> int:
             print(json_line(as_json(question, answer, cached, began)), flush=True)
             continue
         write_answer(answer, question if len(questions) > 1 else None, first=not number, quiet=args.quiet)
+        for line in evidence_lines(answer):
+            print(line)
         for line in () if args.quiet else remarks(answer, args):
             print(line, file=sys.stderr)
     return 0
@@ -143,6 +145,7 @@ def as_json(question: str, answer: Answer, cached: int, began: float) -> dict[st
     text = str(answer)
     said = {"question": question, "answer": text, "finish_reason": answer.finish_reason, "tokens": len(answer.tokens)}
     said |= {"thought": answer.thought_text} if answer.thought_text else {}
+    said |= {"evidence": [asdict(one) for one in shown]} if (shown := answer.evidence) else {}
     seconds = {"first_token_s": round(answer.first_token_s, 4), "total_s": round(time.perf_counter() - began, 4)}
     return {**said, **seconds, "cached_tokens": cached, "prompt_tokens": len(answer.ids) - cached}
 

@@ -129,6 +129,15 @@ class Many:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """Evidence."""
+
+    evidence: bool = False
+    """Print up to three passages of the text below an answer: those that its tokens attended to most, with file and line. They
+    show where the answer comes from, not that it is right."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Generation:
     """Generation."""
 
@@ -157,7 +166,7 @@ class Output:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferOptions(Text, Many, Backbone, Generation, Output, RunSettings, Machine):
+class InferOptions(Text, Evidence, Many, Backbone, Generation, Output, RunSettings, Machine):
     """Answer from a long text in a fixed key/value budget.
 
     Examples:
@@ -305,7 +314,7 @@ class Questions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskOptions(Questions, Names, Generation, Machine):
+class AskOptions(Questions, Evidence, Names, Generation, Machine):
     """Ask about a text that locret-read read.
 
     Examples:
@@ -384,7 +393,7 @@ class Conversation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions(Conversation, Backbone, Generation, RunSettings, Machine):
+class ChatOptions(Conversation, Evidence, Backbone, Generation, RunSettings, Machine):
     """Talk with a model in a terminal, about a document or about anything. Memory does not grow with the conversation.
 
     Examples:

@@ -92,6 +92,7 @@ class Chat:
         thoughts: handling of a model's thoughts: 'evicted' like other tokens, 'pinned' (never evicted, until there is no
             room), or 'dropped' when the turn ends, which needs a chat template.
         max_thought_tokens: limit per thought, besides ``max_new_tokens``. Then the end mark of the thought is inserted.
+        evidence: whether ``answer.evidence`` has passages of the document, see ``Document.ask``.
 
     Attributes:
         turns: questions and answers so far.
@@ -103,7 +104,7 @@ class Chat:
         history: int = 1024, settings: RunSettings | int | None = None, policy: str | Policy | None = None,
         heads: RetainingHeads | None = None,
         system: str | None = None, max_new_tokens: int = 512, sampling: Sampling | None = None, seed: int = 0,
-        thoughts: Thoughts = "evicted", max_thought_tokens: int = MAX_THOUGHT,
+        thoughts: Thoughts = "evicted", max_thought_tokens: int = MAX_THOUGHT, evidence: bool = False,
     ) -> None:  # fmt: skip
         if history < 1:
             raise ValueError(f"history={history} must be at least 1 slot")
@@ -115,6 +116,7 @@ class Chat:
         self.model, self.tokenizer, self.document, self.history = unwrapped(model), tokenizer, document, history
         self.max_new_tokens, self.sampling, self.seed = max_new_tokens, sampling or Sampling(), seed
         self.system = system
+        self.evidence = evidence and document is not None and document.has_text
         self._make_cache = lambda tokens: BoundedCache(settings, policy, heads, prompt_length=tokens)
         self._now = _State(array("i"), None, [])
         self._before: _State | None = None
@@ -166,6 +168,7 @@ class Chat:
             self.answer = answer = Answer(
                 self.model, self.tokenizer, asked.ids, cache, max_new_tokens=self.max_new_tokens, sampling=self.sampling,
                 seed=self.seed + len(self.turns), progress=progress, thought=thought,
+                text=self.document.span if self.evidence and self.document is not None else None,
             )  # fmt: skip
             yield from answer
         finally:
@@ -185,7 +188,7 @@ class Chat:
             return self._next_prompt(question, now.cache)
         if document is not None:
             ids = document.prompt(question)
-            cache, spans = document.fork_for(len(ids)), document.protected(ids)
+            cache, spans = document.fork_for(len(ids), evidence=self.evidence), document.protected(ids)
         else:
             stream = IdStream(self.tokenizer, special=not has_template(self.tokenizer))
             ids = stream.finish(render_first(self.tokenizer, question, self.system))
@@ -261,7 +264,7 @@ class Chat:
     def _rebuild(self, tokens: int) -> BoundedCache:
         """A cache for a conversation of n tokens, to be read from its beginning or from the end of the document."""
         if self.document is not None:
-            cache = self.document.fork_for(tokens)
+            cache = self.document.fork_for(tokens, evidence=self.evidence)
             try:
                 cache = self._with_history(cache, self.document.tokens)
             except ValueError:  # its end, which is not read yet, has no room to be pinned
