@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..cache.bounded import BoundedCache
 from ..text.folder import HEADING
 
 WINDOW = 48
@@ -34,6 +35,44 @@ class Passage:
     def __str__(self) -> str:
         """``path, line N: text``"""
         return f"{self.file + ', ' if self.file else ''}line {self.line}: {' '.join(self.text.split())}"
+
+
+class EvidenceSearch:
+    """Search for the passages of a prompt's text that an answer was read from. Both calls take the answer's cache.
+
+    Args:
+        ids: the prompt. text: tokens ``[start, end)`` of the text in it.
+
+    Attributes:
+        received: attention ``[P]`` that each token of the prompt received from the answer's, once it has ended; None where the
+            cache does not sum it up (``BoundedCache.fork``).
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: tuple[int, int]) -> None:
+        self.tokenizer, self.ids, self.text = tokenizer, ids, text
+        self._before: Tensor | None = None
+        self.received: Tensor | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the prompt is read."""
+        return self._before is not None
+
+    def begin(self, cache: BoundedCache) -> None:
+        """Call it when the prompt is read, before the answer's first token is."""
+        self._before = cache.attention_received()
+
+    def end(self, cache: BoundedCache) -> None:
+        """Call it when the answer has ended. A single token, which nobody read, has the question's attention."""
+        received, before = cache.attention_received(), self._before
+        if received is not None and before is not None:
+            # What was evicted meanwhile has less than before.
+            read = len(received) > len(before)
+            self.received = received[: len(self.ids)] - (before if read else 0)
+
+    def passages(self) -> list[Passage]:
+        """Up to three passages, the one that received most first; none where attention is not known."""
+        return [] if self.received is None else passages(self.tokenizer, self.ids, self.received, *self.text)
 
 
 def passages(

@@ -18,7 +18,7 @@ from ..planning.fitting_settings import explain_oom
 from ..text.tokens import TextStream
 from .drivers import Decoding
 from .engine import Engine
-from .evidence import Passage, passages
+from .evidence import EvidenceSearch, Passage
 from .report import Report
 from .sampling import Sampling, stop_ids
 from .sequence import Request, Sequence
@@ -178,9 +178,8 @@ class Answer:
             cache.bind(model)
         if graph:
             Decoding(model, cache, graph)  # raises before minutes of prefill
-        self.cache, self.ids, self.thought, self._about = cache, ids, thought, text
-        self.tokenizer = tokenizer
-        self._received: Tensor | None = None
+        self.cache, self.ids, self.thought = cache, ids, thought
+        self._search = None if text is None else EvidenceSearch(tokenizer, ids, text)
         self.tokens: list[int] = []
         self.stopped_by: list[int] = []
         self.finish_reason: str | None = None
@@ -219,9 +218,7 @@ class Answer:
         """Up to three passages of the text that the answer's tokens attended to most, the highest share first; reads the
         answer to its end. Empty without ``text``, and where the cache does not sum attention up (``BoundedCache.fork``)."""
         str(self)
-        if self._about is None or self._received is None:
-            return []
-        return passages(self.tokenizer, self.ids, self._received, *self._about)
+        return [] if self._search is None else self._search.passages()
 
     def _write(
         self, engine: Engine, request: Request, text: TextStream, progress: Callable[[int, int], None] | None
@@ -232,7 +229,8 @@ class Answer:
             sequence = engine.add(request, lambda: cache)
             _read(engine, sequence, cache, progress)
             prefilled, kept = time.perf_counter(), cache.kept_rows
-            before_answer = None if self._about is None else cache.attention_received()
+            if self._search is not None:
+                self._search.begin(cache)
             self.first_token_s = sequence.first_token_s or 0.0
             for token in written(engine, sequence):
                 self.tokens.append(token)
@@ -240,11 +238,8 @@ class Answer:
             if self.thought is not None:
                 self.thought.end()
             last = [*self._said(text.end())]
-        if before_answer is not None and (received := cache.attention_received()) is not None:
-            # Of the answer's tokens alone; of the question's where the answer is a single token, which nobody read.
-            # What was evicted meanwhile has less than before.
-            read = len(received) > len(before_answer)
-            self._received = received[: len(ids)] - before_answer if read else received
+        if self._search is not None:
+            self._search.end(cache)
         self.finish_reason = "stop" if sequence.finish_reason == "stop" else "length"
         self.stopped_by = sequence.stopped_by
         self._report = Report.of(

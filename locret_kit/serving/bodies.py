@@ -94,6 +94,8 @@ class CompletionBody(Part):
     """Slots, at most those of a session."""
     policy: str | None = None
     """Policy that the server allows."""
+    evidence: bool = False
+    """Give each answer the passages of the document that it was read from. A file without its text has none."""
     left_out: list[str] = Field(default_factory=list)
     """Parts of the body that have no effect here."""
 
@@ -136,6 +138,8 @@ class CompletionBody(Part):
                     )
             if sampling.repetition_penalty != 1.0 and not document.has_text:
                 raise Refused(400, "repetition_penalty needs the document's text, which is not in its file")
+        if self.evidence and document is None:
+            raise Refused(400, "evidence needs a document_id", "evidence")
         if wanted is not None and wanted > bound and server.limits.strict:
             raise Refused(400, f"max_tokens={wanted} must be at most {bound}", "max_tokens")
         if self.best_of not in (None, self.n):
@@ -152,6 +156,7 @@ class CompletionBody(Part):
             stops=tuple(filter(None, self.stop)),
             settings=None if self.budget is None else replace(engine.settings, budget=self.budget),
             policy=None if self.policy is None else parse_policy(self.policy),
+            evidence=self.evidence,
         )
 
     def sampling(self, defaults: Mapping[str, float], vocabulary: int) -> Sampling:

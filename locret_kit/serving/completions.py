@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property, lru_cache, partial
 
 from fastapi import FastAPI, Request
@@ -46,7 +46,9 @@ class TextReply(Reply):
         answer = self.answers[index]
         known = tokens is not None and answer.request.spec.top_logprobs is not None
         logprobs = logprobs_of(answer.engine.tokenizer, tokens or (), chat=self.chat) if known else None
-        return {"index": index, **said, "finish_reason": reason, "logprobs": logprobs}
+        search = answer.request.search if reason is not None else None
+        evidence = {} if search is None else {"evidence": [asdict(passage) for passage in search.passages()]}
+        return {"index": index, **said, "finish_reason": reason, "logprobs": logprobs, **evidence}
 
     async def values(self) -> AsyncIterator[JsonObject]:
         counts: JsonObject = {"usage": None} if self.asked.stream_options.include_usage else {}

@@ -225,6 +225,8 @@ class EngineThread:
             if cache is not None and cache.layers:
                 request.evictions, request.kept_rows = cache.counters.evictions, max(cache.kept_rows)
                 self._update_thoughts(request, cache, sequence)
+                if request.search is not None and sequence.written and not request.search.begun:
+                    request.search.begin(cache)
             if tokens is not None:
                 self._engine.cancel(sequence, "stop")
                 if cache is not None and (more := cache.get_seq_length() - request.prompt_length - tokens) > 0:
@@ -244,6 +246,8 @@ class EngineThread:
         with self._changed:
             if request in self._admission.active:
                 self._admission.active.remove(request)
+            if request.search is not None and request.cache is not None:
+                request.search.end(request.cache)
             cache, reusable = request.cache, request.reusable and sequence.finish_reason in ("stop", "length")
             if request.drops_thoughts:
                 cache, reusable = request.next_cache, request.reusable

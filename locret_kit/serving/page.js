@@ -246,7 +246,7 @@ const attempt = async (work) => {
 
 let running = null; // the AbortController of the answer that is written
 
-// A turn: {role, content, thought, figures, error}. The last three are for people alone.
+// A turn: {role, content, thought, evidence, figures, error}. The last four are for people alone.
 const fold = (box, turn) => {
   if (!turn.thought) return;
   const folded = box.querySelector("details") ?? make("details", undefined, { className: "thought" });
@@ -257,10 +257,21 @@ const fold = (box, turn) => {
   folded.firstChild.textContent = `Thought \u00b7 ${number(turn.thought.trim().split(/\s+/).length)} words`;
   folded.lastChild.textContent = turn.thought;
 };
+const sources = ({ evidence }) => {
+  const box = make("details", undefined, { className: "evidence" }), list = make("ol");
+  list.append(...evidence.map(({ text, file, line }) => {
+    const item = make("li", text.trim());
+    item.prepend(make("div", `${file ? `${file}, ` : ""}line ${number(line)}`, { className: "who" }));
+    return item;
+  }));
+  box.append(make("summary", "Where the model looked"), list);
+  return box;
+};
 const node = (turn) => {
   const box = make("article", undefined, { className: `turn ${turn.role}` });
   box.append(make("div", turn.role === "user" ? "You" : "Answer", { className: "who" }), make("p", turn.content));
   fold(box, turn);
+  if (turn.evidence?.length) box.append(sources(turn));
   if (turn.error) box.append(make("div", turn.error, { className: "bad" }));
   if (turn.figures) box.append(make("div", turn.figures, { className: "figures" }));
   return box;
@@ -302,7 +313,7 @@ const ask = async (question) => {
   const messages = [...history.filter((one) => !one.error), { role: "user", content: question }].map(({ role, content }) => ({ role, content }));
   const body = { messages, stream: true, stream_options: { include_usage: true }, temperature: Number($("temperature").value) };
   if ($("max").value) body.max_tokens = Number($("max").value);
-  if (chosen) body.document_id = chosen;
+  if (chosen) Object.assign(body, { document_id: chosen, evidence: true });
   const mine = { role: "user", content: question };
   history.push(mine, turn);
   draw();
@@ -320,6 +331,7 @@ const ask = async (question) => {
       if (event.usage) usage = event.usage;
       const [part] = event.choices;
       reason = part?.finish_reason ?? reason;
+      turn.evidence = part?.evidence ?? turn.evidence;
       const { content = "", reasoning_content: thought = "" } = part?.delta ?? {};
       if (!content && !thought) continue;
       first ??= since();

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..documents.document import Document
 from ..documents.document_text import hash_ids
-from ..engine import BoundedCache, Request, Sampling, Sequence, Thought
+from ..engine import BoundedCache, EvidenceSearch, Request, Sampling, Sequence, Thought
 from ..policies import Policy
 from ..settings import RunSettings
 from ..text.untrusted import Span
@@ -96,7 +96,8 @@ class AnswerSpec:
         apart: whether the thought's tokens are beside the answer's.
         seed: of the first answer. stops: texts that end an answer.
         echoes: whether the prompt is a part of the answer. hides_thoughts: whether the client gets none.
-        settings, policy: of its own; None for the server's.
+        settings, policy: of its own; None for the server's. evidence: whether it comes with passages of its document; its cache
+            then sums up attention, and waits for no next turn.
     """
 
     max_new_tokens: int = 0
@@ -110,6 +111,7 @@ class AnswerSpec:
     hides_thoughts: bool = False
     settings: RunSettings | None = None
     policy: Policy | None = None
+    evidence: bool = False
 
     def new_thought(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Thought | None:
         """A watch of an answer's thought; None where it has no bound."""
@@ -130,7 +132,8 @@ class AnswerSpec:
     @property
     def is_default(self) -> bool:
         """Whether it runs as the server is set, so that its cache fits other requests."""
-        return self.settings is None and self.policy is None and not self.prompt_logprobs
+        own = self.settings is not None or self.policy is not None
+        return not (own or self.prompt_logprobs or self.evidence)
 
 
 @dataclass
@@ -178,6 +181,7 @@ class ServerRequest:
         stop_at: called by the engine's thread after every token. If it returns a number, the answer ends with that many tokens.
         thought_spans: half-open spans of the answer's tokens that are thoughts, so far.
         cache: given with the request, read from a file, or made on admission; None again at the end.
+        search: for evidence, once a document's cache is there.
         next_cache: the cache that will wait for the next turn, if it is not the answer's own.
         sequence: the batch's record of it; None while it waits.
         cancelled: whether it is to end; the engine's thread ends it. forgotten: whether its cache may not wait for a next turn.
@@ -200,6 +204,7 @@ class ServerRequest:
     stop_at: Callable[[list[int]], int | None] = lambda tokens: None
     thought_spans: Callable[[], list[Span]] = list
     cache: BoundedCache | None = None
+    search: EvidenceSearch | None = None
     next_cache: BoundedCache | None = None
     lookup: SessionLookup = field(default_factory=SessionLookup)
     sequence: Sequence | None = None

@@ -33,7 +33,7 @@ def test_attention_is_the_models():
     assert answer.evidence
     ids, tokens = list(answer.ids), answer.tokens
     expected = attention_of(model, ids + tokens[:-1], len(ids))
-    torch.testing.assert_close(answer._received.double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(answer._search.received.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

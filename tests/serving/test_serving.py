@@ -110,6 +110,26 @@ def test_a_document_is_read_once_and_belongs_to_its_owner(url, client):
     assert httpx.get(f"{url}/v1/documents/{made['id']}", headers=bearer()).status_code == 404
 
 
+@pytest.mark.parametrize("stop", [None, "e"])
+def test_an_answer_has_passages_of_its_document(url, client, stop):
+    text, about = text_of(260), {"model": "tiny", "messages": user("Who came in?"), "temperature": 0, "max_tokens": 8}
+    made = uploaded(url, "book.txt", text.encode())
+    plain = client.chat.completions.create(**about, stop=stop, extra_body={"document_id": made["id"]})
+    asked = {"document_id": made["id"], "evidence": True}
+    whole = client.chat.completions.create(**about, stop=stop, extra_body=asked).choices[0]
+    assert whole.message.content == plain.choices[0].message.content and not hasattr(plain.choices[0], "evidence")
+    assert 1 <= len(whole.evidence) <= 3
+    for passage in whole.evidence:
+        assert set(passage) == {"text", "line", "share", "file"} and 0 < passage["share"] <= 1
+        assert "".join(passage["text"].split())[5:-5] in "".join(text.split())
+    chunks = list(client.chat.completions.create(**about, stop=stop, stream=True, extra_body=asked))
+    assert [chunk.choices[0].evidence for chunk in chunks if hasattr(chunk.choices[0], "evidence")] == [whole.evidence]
+    body = {"messages": user("Who?"), "evidence": True}
+    refused = httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer())
+    assert refused.status_code == 400 and "document_id" in refused.json()["error"]["message"]
+    httpx.delete(f"{url}/v1/documents/{made['id']}", headers=bearer())
+
+
 def test_what_is_kept_of_a_document_page_by_page(url):
     text = text_of(90) + " \U0001f600 naïve. " + text_of(90)
     made = uploaded(url, "book.txt", text.encode())
