@@ -14,7 +14,6 @@ from .cache.state import CannotFork as CannotFork
 from .cache.texts import TextBatch as TextBatch
 from .heads import RetainingHeads as RetainingHeads
 from .runtime.engine import Engine as Engine
-from .runtime.evidence import EvidenceSearch as EvidenceSearch
 from .runtime.repetition import KVzip as KVzip
 from .runtime.sampling import Sampling as Sampling
 from .runtime.sequence import Request as Request

@@ -116,7 +116,7 @@ class Chat:
         self.model, self.tokenizer, self.document, self.history = unwrapped(model), tokenizer, document, history
         self.max_new_tokens, self.sampling, self.seed = max_new_tokens, sampling or Sampling(), seed
         self.system = system
-        self.evidence = evidence and document is not None and document.has_text
+        self.evidence = evidence
         self._make_cache = lambda tokens: BoundedCache(settings, policy, heads, prompt_length=tokens)
         self._now = _State(array("i"), None, [])
         self._before: _State | None = None
@@ -168,7 +168,7 @@ class Chat:
             self.answer = answer = Answer(
                 self.model, self.tokenizer, asked.ids, cache, max_new_tokens=self.max_new_tokens, sampling=self.sampling,
                 seed=self.seed + len(self.turns), progress=progress, thought=thought,
-                text=self.document.span if self.evidence and self.document is not None else None,
+                search=self.document.search(asked.ids) if self.evidence and self.document is not None else None,
             )  # fmt: skip
             yield from answer
         finally:

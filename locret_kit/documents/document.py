@@ -29,6 +29,7 @@ from ..heads import RetainingHeads, loaded
 from ..naming import prefixed_errors
 from ..policies import Policy
 from ..runtime.drivers import Decoding
+from ..runtime.evidence import EvidenceSearch as EvidenceSearch
 from ..runtime.session import Answer, Sampling, prefill
 from ..runtime.thoughts import MAX_THOUGHT, Thought
 from ..settings import RunSettings
@@ -254,8 +255,12 @@ class Document:
             self.model, self.tokenizer, ids, cache, max_new_tokens=max_new_tokens, sampling=sampling,
             seed=self.cache.settings.seed if seed is None else seed, graph=graph, progress=progress,
             thought=Thought.after(self.tokenizer, ids, max_tokens=max_thought_tokens),
-            text=self.span if evidence and self.has_text else None,
+            search=self.search(ids) if evidence else None,
         )  # fmt: skip
+
+    def search(self, prompt: Sequence[int]) -> EvidenceSearch | None:
+        """A search for the passages of the text that an answer to a prompt was read from; None without the text."""
+        return EvidenceSearch(self.tokenizer, prompt, self.span) if self.has_text else None
 
     def fork_for(self, prompt_length: int, *, evidence: bool = False) -> BoundedCache:
         """A copy of the cache for a prompt of ``prompt_length`` tokens (document and question), ready to read the rest."""

@@ -139,7 +139,7 @@ class Answer:
         stop: ids that end it; by default those that the model and the tokenizer name.
         graph: whether a CUDA graph is used; None uses one where it is possible.
         choose, on_prompt, thought: see ``Request``.
-        text: tokens ``[start, end)`` of the text that ``evidence`` is looked for in; None has no evidence.
+        search: of the passages that it is read from, for ``evidence``.
 
     Attributes:
         tokens: ids so far. stopped_by: the id of ``stop`` that ended it, if one did.
@@ -167,7 +167,7 @@ class Answer:
         choose: Callable[[Tensor], int] | None = None,
         on_prompt: Callable[[Tensor, int], None] | None = None,
         thought: Thought | None = None,
-        text: tuple[int, int] | None = None,
+        search: EvidenceSearch | None = None,
     ) -> None:
         """Check the settings and bind the cache; nothing is read yet. ``choose`` takes logits ``[V]``, ``on_prompt``
         logits ``[T, V]``."""
@@ -179,7 +179,7 @@ class Answer:
         if graph:
             Decoding(model, cache, graph)  # raises before minutes of prefill
         self.cache, self.ids, self.thought = cache, ids, thought
-        self._search = None if text is None else EvidenceSearch(tokenizer, ids, text)
+        self._search = search
         self.tokens: list[int] = []
         self.stopped_by: list[int] = []
         self.finish_reason: str | None = None
@@ -216,7 +216,7 @@ class Answer:
     @property
     def evidence(self) -> list[Passage]:
         """Up to three passages of the text that the answer's tokens attended to most, the highest share first; reads the
-        answer to its end. Empty without ``text``, and where the cache does not sum attention up (``BoundedCache.fork``)."""
+        answer to its end. Empty without ``search``, and where the cache does not sum attention up (``BoundedCache.fork``)."""
         str(self)
         return [] if self._search is None else self._search.passages()
 

@@ -15,7 +15,7 @@ from functools import partial
 
 from ..documents.document_text import hash_ids
 from ..documents.prefix_cache import PrefixCache
-from ..engine import BoundedCache, CannotFork, Engine, EvidenceSearch, Sequence
+from ..engine import BoundedCache, CannotFork, Engine, Sequence
 from .request import LOG, Counters, PrefixKey, Prompt, ServerRequest
 from .store import SessionSpec, Store
 
@@ -322,8 +322,8 @@ class Admission:
         tokens = len(request.prompt.ids)
         if request.document is not None:
             document, request.document = request.document, None
-            if request.spec.evidence and document.has_text:
-                request.search = EvidenceSearch(document.tokenizer, request.prompt.ids, document.span)
+            if request.spec.evidence:
+                request.search = document.search(request.prompt.ids)
             request.cache = document.fork_for(tokens, evidence=request.spec.evidence)
         elif prefix is not None:
             request.cache = prefix.fork(tokens)

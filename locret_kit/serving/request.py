@@ -20,9 +20,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from transformers import PreTrainedTokenizerBase
 
-from ..documents.document import Document
+from ..documents.document import Document, EvidenceSearch
 from ..documents.document_text import hash_ids
-from ..engine import BoundedCache, EvidenceSearch, Request, Sampling, Sequence, Thought
+from ..engine import BoundedCache, Request, Sampling, Sequence, Thought
 from ..policies import Policy
 from ..settings import RunSettings
 from ..text.untrusted import Span

@@ -7,7 +7,7 @@ import torch
 from read_texts import QUESTIONS, REREADING, load, parts, read, text_of
 
 from locret_kit import BoundedCache
-from locret_kit.runtime.evidence import WINDOW, passages
+from locret_kit.runtime.evidence import WINDOW, EvidenceSearch, passages
 from locret_kit.runtime.session import Answer, prefill
 from locret_kit.text.folder import HEADING
 
@@ -93,5 +93,12 @@ def test_a_cache_without_sums_says_none():
     cache = BoundedCache(24, "snapkv")
     prefill(model, [1, 2, 3, 4], cache)
     assert cache.attention_received() is None
-    answer = Answer(model, tokenizer, [1, 2, 3, 4, 5], BoundedCache(24, "snapkv"), max_new_tokens=2, text=(0, 3))
+    answer = Answer(
+        model,
+        tokenizer,
+        [1, 2, 3, 4, 5],
+        BoundedCache(24, "snapkv"),
+        max_new_tokens=2,
+        search=EvidenceSearch(tokenizer, [1, 2, 3, 4, 5], (0, 3)),
+    )
     assert answer.evidence == []
