@@ -188,8 +188,8 @@ class Guard:
 # ---- the application -------------------------------------------------------------------------------------------------
 
 
-FILES = {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript"}
-"""The page: three files that ask for nothing but this server."""
+FILES = {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript", "/page.marked.js": "text/javascript"}
+"""The page: four files that ask for nothing but this server."""
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

@@ -1,5 +1,6 @@
 "use strict";
-// Everything that comes from the server or from a file becomes text (textContent), never markup.
+// Everything that comes from the server or from a file becomes text (textContent), never markup. An answer's Markdown is read
+// into tokens (page.marked.js), of which elements are made here.
 const $ = (id) => document.getElementById(id);
 const make = (tag, text, more = {}) => Object.assign(document.createElement(tag), text === undefined ? {} : { textContent: text }, more);
 const number = (value) => value.toLocaleString("en");
@@ -11,7 +12,7 @@ const size = (bytes) => {
   return `${step ? bytes.toFixed(1) : bytes} ${units[step]}`;
 };
 const sleep = (seconds) => new Promise((done) => setTimeout(done, 1000 * seconds));
-const KEY = "locret-api-key", POLL = 0.3, PAGE = 1000;
+const KEY = "locret-api-key", TALKS = "locret-conversations", POLL = 0.3, PAGE = 1000;
 
 // ---- the server ------------------------------------------------------------------------------------------------------
 
@@ -76,6 +77,28 @@ $("key-form").addEventListener("submit", (event) => {
 const documents = new Map(); // by id, as the server has them; "" is none
 const conversations = new Map(); // turns by document
 let chosen = "";
+
+// The conversations and the document that was chosen stay in this tab, after a reload too.
+let recalled = false;
+const remember = () => {
+  if (!recalled) return;
+  try {
+    sessionStorage.setItem(TALKS, JSON.stringify({ chosen, talks: [...conversations] }));
+  } catch {
+    sessionStorage.removeItem(TALKS); // too large for the browser
+  }
+};
+const recall = () => {
+  recalled = true;
+  try {
+    const { chosen: before, talks } = JSON.parse(sessionStorage.getItem(TALKS) ?? "{}");
+    for (const [id, talk] of talks ?? []) if (id === "" || documents.has(id)) conversations.set(id, talk);
+    if (documents.get(before)?.status === "ready") return before;
+  } catch {
+    sessionStorage.removeItem(TALKS);
+  }
+  return "";
+};
 
 const turns = () => {
   if (!conversations.has(chosen)) conversations.set(chosen, []);
@@ -145,6 +168,7 @@ const forget = (id) => {
   documents.delete(id);
   begun.delete(id);
   conversations.delete(id);
+  remember();
   [...$("documents").children].find((item) => item.dataset.id === id)?.remove();
   if (id === chosen) choose("");
 };
@@ -154,6 +178,7 @@ const choose = (id) => {
   chosen = id;
   for (const [other, one] of documents) line(other, one);
   $("title").textContent = id ? documents.get(id).title : "No document";
+  remember();
   draw();
 };
 
@@ -183,9 +208,10 @@ const untilRead = async (id) => {
   const one = documents.get(id);
   if (!one) return;
   $("status").textContent = one.status === "ready" ? `${one.title} is read: ${facts(one)}.${one.lost ? ` ${one.lost.join(". ")}.` : ""}` : `${one.title} cannot be read: ${one.error}`;
-  if (one.status === "ready" && !chosen && !turns().length) choose(id);
+  if (one.status === "ready" && !chosen && !turns().length && documents.get(dropped)?.status !== "reading") choose(id);
 };
 
+let dropped = ""; // the first of the files that were dropped together: it is chosen, though others are read sooner
 const upload = async (file) => {
   const body = new FormData();
   body.append("file", file);
@@ -193,6 +219,7 @@ const upload = async (file) => {
   const one = await (await call("/v1/documents", { method: "POST", body })).json();
   $("status").textContent = `Reading ${one.title}.`;
   keep(one);
+  if (documents.get(dropped)?.status !== "reading") dropped = one.id;
   void follow(one.id);
 };
 let sending = 0; // drops whose files are being sent
@@ -244,6 +271,58 @@ const attempt = async (work) => {
 
 // ---- the conversation ------------------------------------------------------------------------------------------------
 
+// ---- an answer's Markdown ----
+
+const inline = (tokens) => tokens.map((token) => {
+  const inside = () => (token.tokens ? inline(token.tokens) : [token.text]);
+  const around = (tag) => {
+    const element = make(tag);
+    element.append(...inside());
+    return element;
+  };
+  switch (token.type) {
+    case "strong": case "em": case "del": return around(token.type);
+    case "codespan": return make("code", token.text);
+    case "br": return make("br");
+    case "text": return token.tokens ? around("span") : token.text;
+    case "escape": return token.text;
+    case "link":
+      return /^https?:/.test(token.href) ? Object.assign(around("a"), { href: token.href, target: "_blank", rel: "noopener noreferrer" }) : token.raw;
+    default: return token.raw; // images and HTML are shown as they were written
+  }
+});
+const cells = (tag, row) => {
+  const line = make("tr");
+  for (const cell of row) {
+    const box = make(tag);
+    box.append(...inline(cell.tokens));
+    line.append(box);
+  }
+  return line;
+};
+const blocks = (tokens) => tokens.flatMap((token) => {
+  const holding = (tag, nodes, more) => {
+    const element = make(tag, undefined, more);
+    element.append(...nodes);
+    return [element];
+  };
+  switch (token.type) {
+    case "space": return [];
+    case "heading": return holding(`h${Math.min(6, token.depth + 2)}`, inline(token.tokens));
+    case "paragraph": return holding("p", inline(token.tokens));
+    case "text": return inline(token.tokens ?? [token]);
+    case "code": return holding("pre", [make("code", token.text)]);
+    case "blockquote": return holding("blockquote", blocks(token.tokens));
+    case "hr": return [make("hr")];
+    case "list": return holding(
+      token.ordered ? "ol" : "ul", token.items.flatMap((item) => holding("li", blocks(item.tokens))), token.ordered ? { start: token.start } : {},
+    );
+    case "table": return holding("table", [cells("th", token.header), ...token.rows.map((row) => cells("td", row))]);
+    default: return [make("p", token.raw)];
+  }
+});
+const markdown = (text) => blocks(marked.lexer(text, { breaks: true }));
+
 let running = null; // the AbortController of the answer that is written
 
 // A turn: {role, content, thought, evidence, figures, error}. The last four are for people alone.
@@ -269,7 +348,9 @@ const sources = ({ evidence }) => {
 };
 const node = (turn) => {
   const box = make("article", undefined, { className: `turn ${turn.role}` });
-  box.append(make("div", turn.role === "user" ? "You" : "Answer", { className: "who" }), make("p", turn.content));
+  const content = turn.role === "user" ? make("p", turn.content) : make("div", undefined, { className: "content" });
+  if (turn.role !== "user") content.append(...markdown(turn.content));
+  box.append(make("div", turn.role === "user" ? "You" : "Answer", { className: "who" }), content);
   fold(box, turn);
   if (turn.evidence?.length) box.append(sources(turn));
   if (turn.error) box.append(make("div", turn.error, { className: "bad" }));
@@ -317,7 +398,7 @@ const ask = async (question) => {
   const mine = { role: "user", content: question };
   history.push(mine, turn);
   draw();
-  const box = $("log").lastElementChild, text = box.querySelector("p"), control = new AbortController(), began = performance.now();
+  const box = $("log").lastElementChild, text = box.querySelector(".content"), control = new AbortController(), began = performance.now();
   const since = () => (performance.now() - began) / 1000;
   let usage, first, reason;
   working(control);
@@ -339,7 +420,7 @@ const ask = async (question) => {
       turn.thought = (turn.thought ?? "") + (thought ?? "");
       fold(box, turn);
       const low = $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight < 40;
-      text.textContent = turn.content;
+      text.replaceChildren(...markdown(turn.content));
       if (low) $("log").scrollTop = $("log").scrollHeight;
     }
     const cut = turn.thought && !turn.content ? "its limit ended the thought: raise it" : "cut off by its limit";
@@ -357,6 +438,7 @@ const ask = async (question) => {
   } finally {
     working(null);
   }
+  remember();
   draw();
   $("status").textContent = mine.error ?? "The answer is there.";
 };
@@ -392,6 +474,7 @@ $("stop").addEventListener("click", () => {
 $("new").addEventListener("click", () => {
   running?.abort();
   conversations.delete(chosen);
+  remember();
   draw();
   $("question").focus();
 });
@@ -470,6 +553,7 @@ const start = () => attempt(async () => {
   const { data } = await (await call("/v1/models")).json();
   $("model").textContent = data[0]?.id ?? "";
   await refresh();
+  choose(recall());
 });
 
 documents.set("", { id: "", title: "No document" });

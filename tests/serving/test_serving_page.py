@@ -18,6 +18,8 @@ from locret_kit.serving.request import Busy
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} to look with")
 EVIL = "<img src=x onerror=document.title='gone'>"
 TEXT = f"{EVIL} {text_of(400)}"
+SAID = "turns().at(-1).content"
+"""The newest answer as it was written."""
 LAST = "document.querySelector('.turn.assistant:last-child .figures')"
 
 
@@ -49,7 +51,8 @@ def tab(url, tmp_path_factory):
 
 
 def opened(tab, url: str) -> None:
-    """Open the page, and wait until it knows the server."""
+    """Open the page without earlier conversations, and wait until it knows the server."""
+    tab.evaluate("sessionStorage.removeItem('locret-conversations')")
     tab.open(url)
     tab.wait("document.querySelector('#model').textContent === 'tiny'")
 
@@ -85,15 +88,18 @@ def test_a_document_is_read_asked_and_shown(tab, url, engine, tmp_path):
     asked = {"document_id": document["id"], "max_tokens": 12}
     alone = chat(url, messages, **asked).json()
     said, usage = alone["choices"][0]["message"]["content"], alone["usage"]
-    assert tab.text(".turn.assistant p") == said and len(said) > 3
+    assert tab.evaluate(SAID) == said and len(said) > 3
     assert f"{usage['prompt_tokens']:,} tokens in" in figures and f"{usage['completion_tokens']} out" in figures
     assert f"{usage['locret']['kept_rows']} rows kept" in figures
     assert f"({usage['prompt_tokens_details']['cached_tokens']:,} cached)" in figures
+    passages = chat(url, messages, **asked, evidence=True).json()["choices"][0]["evidence"]
+    shown = tab.evaluate("[...document.querySelectorAll('.evidence li')].map((item) => item.lastChild.textContent)")
+    assert shown == [passage["text"].strip() for passage in passages] != []
 
     ask(tab, f"And {EVIL}?")
     messages += [{"role": "assistant", "content": said}, *user(f"And {EVIL}?")]
     second = chat(url, messages, **asked).json()["choices"][0]["message"]["content"]
-    assert tab.text(".turn.assistant:last-child p") == second
+    assert tab.evaluate(SAID) == second
 
     tab.click("#documents li:last-child .show")
     tab.wait("document.querySelector('#kept').open")
@@ -127,11 +133,11 @@ def test_stop_keeps_what_was_written(tab, url, engine):
         tab.click("#question")
         tab.type(question)
         tab.click("#send")
-        tab.wait("document.querySelector('.turn.assistant p')?.textContent.length > 2")
+        tab.wait("turns().at(-1)?.role === 'assistant' && turns().at(-1).content.length > 2")
         assert tab.evaluate("document.activeElement.id") == "stop"
         tab.press("Enter")
         assert tab.wait(f"{LAST}?.textContent") == "stopped"
-        said = tab.text(".turn.assistant p")
+        said = tab.evaluate(SAID)
         assert whole.startswith(said) and 2 < len(said) < len(whole)
     tab.wait("document.querySelector('#stop').hidden && document.activeElement.id === 'question'")
     assert tab.said == []
@@ -144,12 +150,42 @@ def test_a_thought_is_folded(tab, url, engine, monkeypatch):
     opened(tab, url)
     tab.evaluate(f"document.querySelector('#max').value = {len(ids)}")
     ask(tab, "How deep?")
-    assert tab.text(".turn.assistant p") == "It is 7 m." and tab.text(".thought summary") == "Thought \u00b7 4 words"
+    assert (
+        tab.text(".turn.assistant .content") == "It is 7 m."
+        and tab.text(".thought summary") == "Thought \u00b7 4 words"
+    )
     assert not tab.evaluate("document.querySelector('.thought').open")
     tab.click(".thought summary")
     assert tab.text(".thought div") == "The rope is wet."
     tab.evaluate("document.querySelector('#max').value = 3")
     assert "its limit ended the thought: raise it" in ask(tab, "And here?")
+
+
+def test_markdown_becomes_elements_and_html_stays_text(tab, url, engine, monkeypatch):
+    """An answer's Markdown is shown as such; what would be markup, a script or an address of another kind is text."""
+    opened(tab, url)
+    shown = []
+    for answer, selectors in (
+        ("**Two** `rope`s:\n\n- one\n- two", ("strong", "li:last-child", "code")),
+        ("```python\nx = '<b>'\n```", ("pre code",)),
+        ("[site](https://example.org)", ("a",)),
+        ("[here](javascript:alert(1))", ("p",)),
+        (f"See {EVIL}", ("p",)),
+    ):
+        ids = dictate(monkeypatch, engine.tokenizer, answer)
+        tab.evaluate(f"document.querySelector('#max').value = {len(ids)}")
+        ask(tab, "How many?")
+        assert tab.evaluate(SAID) == answer
+        shown += [tab.text(f".turn:last-child .content {selector}") for selector in selectors]
+    assert shown == ["Two", "two", "rope", "x = '<b>'", "site", "[here](javascript:alert(1))", f"See {EVIL}"]
+    assert tab.evaluate("[...document.querySelectorAll('.content a')].map((a) => a.href)") == ["https://example.org/"]
+    assert tab.evaluate("document.images.length") == 0 and tab.evaluate("document.title") == "locret-serve"
+    said = tab.evaluate(SAID)
+    tab.open(url)  # a reload
+    tab.wait(
+        "document.querySelector('#model').textContent === 'tiny' && document.querySelectorAll('.turn').length === 10"
+    )
+    assert tab.evaluate(SAID) == said == answer and tab.said == []
 
 
 def test_errors_are_said_in_words(tab, url, engine, monkeypatch, tmp_path):
