@@ -36,6 +36,7 @@ LONG = {
     "locret-train ": "tests/training/test_training.py trains",
     "locret-eval ": "tests/evals/test_eval_runner.py, tests/evals/test_eval_fidelity.py; those of results take hours",
     "locret-plan ": "tests/config/test_plan.py runs the same",
+    "locret-infer --ckpt ": "tests/policies runs these parts, tests/site/test_readme.py parses them",
     "python examples/": "tests/site/test_examples.py",
     "for ": "a shell loop over a command that is run above",
     "locret-ask books/": "needs that loop",
@@ -47,10 +48,11 @@ LONG = {
     "TORCH_COMPILE_DISABLE=1 python -m vllm": "the same",
 }
 """Commands of the site that this file does not run, by their beginning, and why."""
+RECOMMENDED = "Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF:Q4_K_M"
+"""The model that pages name first. The checkout's tiny one stands in for it here."""
 PAGES = (
     "index", "tutorials/read", "tutorials/train", "tutorials/policy", "howto/bits", "howto/laptop", "howto/many",
-    "howto/publish",
-    "documents", "policies",
+    "howto/publish", "documents",
 )  # fmt: skip
 """Pages whose blocks run here."""
 
@@ -60,7 +62,7 @@ def place(tmp_path_factory) -> Path:
     folder = made_checkout(tmp_path_factory.mktemp("site"), "examples", "scripts", "recipes")
     write_gguf(folder / f"{BACKBONE}.Q4_1.gguf", AutoModelForCausalLM.from_pretrained(folder / BACKBONE), "F16")
     for name in ("long.txt", "book.txt", "appendix.txt"):
-        (folder / name).write_text(TEXT * 8)
+        (folder / name).write_text(TEXT * 3)
     (folder / "manual.pdf").write_bytes(pdf([TEXT.split(". ")] * 2))
     (folder / "src").mkdir()
     (folder / "src" / "server.py").write_text("class Server:\n    pass\n" * 40)
@@ -83,7 +85,7 @@ def blocks(page: str, kind: str) -> list[str]:
 
 def lines(page: str) -> list[str]:
     """The commands of a page, one a line, without comments."""
-    joined = "\n".join(blocks(page, "bash")).replace("\\\n", " ")
+    joined = "\n".join(blocks(page, "bash")).replace("\\\n", " ").replace(RECOMMENDED, BACKBONE)
     return [line for found in joined.splitlines() if (line := re.sub(r"\s+#.*$", "", found).strip())]
 
 

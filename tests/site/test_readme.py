@@ -9,8 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from locret_kit.cli.eval import COMMANDS
 from locret_kit.config import recipes
 from locret_kit.config.eval_options import EVAL, load_eval_config
@@ -87,10 +85,8 @@ def test_every_choice_of_every_part_is_named():
         assert names - {"pyramid+adaptive"} == set(registry.parts_named(row[0].strip("`"))), row
 
 
-@pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_commands_are_understood(words):
-    """As far as a command can be checked without a model, its data and its output."""
-    name, *given = words
+def understand(name: str, given: list[str]) -> None:
+    """Read a command's arguments by its own parser, without a model, data or output."""
     if name == "locret-eval" and given[0] not in (*COMMANDS, "lm_eval"):
         load_eval_config(given)
     elif name == "locret-train":
@@ -99,6 +95,17 @@ def test_commands_are_understood(words):
         values = given_by(SIMPLE[name], shared_out(given)[0] if name == "locret-vllm" else given)
         if "policy" in values and "plugin" not in values:
             grammar.parse_policy(values["policy"])
+
+
+def test_commands_are_understood():
+    found, errors = commands(), []
+    for name, *given in found:
+        try:
+            understand(name, given)
+        except (ValueError, SystemExit) as error:
+            errors.append(f"{name} {' '.join(given)}: {error}")
+    assert not errors, "\n".join(errors)
+    assert {words[0] for words in found} == set(KIT) and len(found) > 25
 
 
 def test_options_in_sentences_exist():
@@ -151,22 +158,24 @@ def test_set_up_notices_that_the_kit_is_a_copy(tmp_path):
     assert set_up(copy).rstrip().endswith("-e .[dev]")
 
 
-def test_there_are_commands_of_every_kind():
-    assert {words[0] for words in commands()} == set(KIT) and len(commands()) > 25
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith((".md", ".ipynb"))])
-def test_links_lead_somewhere(name):
-    """In a clone, and so where the repository is shown; `test_docs.py` has those of the site."""
-    page = ROOT / name
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page: its headings, and what it names."""
     text = page.read_text(encoding="utf-8")
-    headings = {re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in text.splitlines()}
-    for target in re.findall(r"\]\(([^)]+)\)", text):
-        if target.startswith("#"):
-            assert target[1:] in headings, target
-        elif not target.startswith("https://"):
-            file = (page.parent / target.split("#")[0]).resolve()
-            assert file.exists(), target
-    if page.name not in ("LOG.md", "CHANGELOG.md"):  # they name files as they were on their day
-        for path in re.findall(r"`((?:tests|scripts|kernels|data|recipes)/[\w./-]+)`", text):
-            assert (ROOT / path).exists(), path
+    headings = re.findall(r"^#+ (.*)", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings} | {
+        *re.findall(r'id="([\w-]+)"', text)
+    }
+
+
+def test_links_lead_somewhere():
+    """In a clone, and so where the repository is shown; `test_docs.py` has those of the site."""
+    for page in (ROOT / name for name in NAMES if name.endswith((".md", ".ipynb"))):
+        text = page.read_text(encoding="utf-8")
+        for target in re.findall(r"\]\((?!https://)([^)]+)\)", text):
+            path, _, anchor = target.partition("#")
+            file = (page.parent / path).resolve() if path else page
+            assert file.exists(), f"{page}: {target}"
+            assert not anchor or anchor in anchors(file), f"{page}: {target}"
+        if page.name not in ("LOG.md", "CHANGELOG.md"):  # they name files as they were on their day
+            for path in re.findall(r"`((?:tests|scripts|kernels|data|recipes)/[\w./-]+)`", text):
+                assert (ROOT / path).exists(), f"{page}: {path}"
