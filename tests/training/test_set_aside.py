@@ -310,12 +310,9 @@ def arguments(backbone: Path, out: Path, source: str, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["whole", "streamed"])
-def test_a_run_killed_inside_an_epoch_goes_on_to_the_same_heads(backbone, tmp_path, monkeypatch, request, kind):
+def test_a_run_killed_inside_an_epoch_goes_on_to_the_same_heads(backbone, tmp_path, monkeypatch, streamed):
     """7 records an epoch, 2 a step: it dies after 5 samples were trained on, and 6 were to be."""
-    if kind == "streamed":
-        request.getfixturevalue("streamed")
-        monkeypatch.setattr(data_module, "BLOCK", 2)
+    monkeypatch.setattr(data_module, "BLOCK", 2)
     source = jsonl(tmp_path / "records.jsonl", [record(n) for n in range(10)])
     more = ["optim.steps=8", "optim.accumulate=2", "trainer.save_every=1", "trainer.val_every=4", "resume=auto"]
     whole, part, log = tmp_path / "whole", tmp_path / "part", tmp_path / "log"
