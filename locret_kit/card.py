@@ -138,10 +138,9 @@ def facts_of(
     for cell in cells:
         data = f"{cell.haystack}, {cell.length} tokens"  # what tells results apart in the index
         name, figures = f"{cell.metric} at budget {cell.budget}, n={cell.n}", {"budget": cell.budget, "samples": cell.n}
-        dataset = dict(dataset_type=cell.task, dataset_name=f"{cell.task}, {data}", dataset_config=data)
-        metric = dict(metric_type=cell.metric, metric_name=name, metric_args=figures)
-        value = round(cell.mean or 0.0, 4)
-        results.append(EvalResult(task_type="text-generation", metric_value=value, **dataset, **metric))
+        facts: dict[str, Any] = dict(dataset_type=cell.task, dataset_name=f"{cell.task}, {data}", dataset_config=data)
+        facts |= dict(metric_type=cell.metric, metric_name=name, metric_args=figures)
+        results.append(EvalResult(task_type="text-generation", metric_value=round(cell.mean or 0.0, 4), **facts))
     return {
         "license": "apache-2.0",
         "library_name": "locret_kit",

@@ -136,7 +136,7 @@ def explain(error: BaseException, repo: str, doing: str = "read") -> str:
     }
     owner = "" if doing == "read" else ": it belongs to someone else, or the token is read-only"
     may_not = f"the token may not {doing} {repo}{owner}"
-    by_status = {401: "the token is not valid: set HF_TOKEN or run `hf auth login`", 403: may_not}
+    by_status: dict[object, str] = {401: "the token is not valid: set HF_TOKEN or run `hf auth login`", 403: may_not}
     status = getattr(getattr(error, "response", None), "status_code", None)
     words = next((words for kind, words in by_kind.items() if isinstance(error, kind)), by_status.get(status))
     said = words or first_line(error)

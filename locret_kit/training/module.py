@@ -7,6 +7,7 @@ reaches the backbone, so a layer's graph holds one head and is freed before the 
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal, cast
@@ -36,54 +37,37 @@ from .data import Step
 from .strategy import shard
 
 
-class Observer(Handler):
-    """Observes every attention call of a plain forward, and calls ``backward(loss)`` once per layer.
+@dataclass
+class Observer:
+    """Observes the attention calls of a forward for one sample, and calls ``backward(loss)`` once per layer.
 
     Layers with a window have no loss, because their cache is their window.
-
-    Args:
-        heads: in training mode with ``backward``.
-        ropes: one per layer. answers: half-open spans of answer tokens. lead: number of prompt tokens before each
-            answer that count as its queries (the last one predicts the first answer token).
-        loss: ``cis_loss`` with its settings. kind: argument of ``cis_target``.
-        layers: sizes and windows of each layer.
-        watch: called with each scored layer's predicted and target CIS ``[B, H, S]``.
     """
 
-    wants_unrotated = True
+    heads: RetainingHeads
+    """In training mode with ``backward``."""
+    ropes: list[Rope]
+    """One per layer."""
+    layers: Sequence[AttentionLayer]
+    """Sizes and windows of each layer."""
+    answers: tuple[tuple[int, int], ...]
+    """Half-open spans of answer tokens."""
+    kind: str
+    """Argument of ``cis_target``."""
+    lead: int
+    """Prompt tokens before each answer that count as its queries (the last one predicts the first answer token)."""
+    loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = cis_loss
+    """``cis_loss`` with its settings."""
+    backward: Callable[[Tensor], None] | None = None
+    watch: Callable[[Tensor, Tensor], None] | None = None
+    """Called with each scored layer's predicted and target CIS ``[B, H, S]``."""
+    measures: list[Tensor] = field(default_factory=list)
+    """Measures ``[3]`` of each scored layer: regression loss, smoothing loss, recall of the true top 10%."""
 
-    def __init__(
-        self,
-        heads: RetainingHeads,
-        ropes: list[Rope],
-        layers: Sequence[AttentionLayer],
-        answers: tuple[tuple[int, int], ...],
-        *,
-        kind: str,
-        lead: int,
-        loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = cis_loss,
-        backward: Callable[[Tensor], None] | None = None,
-        watch: Callable[[Tensor, Tensor], None] | None = None,
-    ) -> None:
-        self.heads, self.ropes, self.layers = heads, ropes, layers
-        self.kind, self.loss, self.backward, self.watch = kind, loss, backward, watch
-        self.queries = sorted({t for a, b in answers for t in range(max(0, a - lead), b)})
-        self.slots = answers[-1][0]
-        self.scored_layers = sum(layer.window is None for layer in layers)
-        self.measures: list[Tensor] = []
-        """Measures ``[3]`` of each scored layer: regression loss, smoothing loss, recall of the true top 10%."""
-
-    def attend(
-        self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax, x: LayerInput = None
-    ) -> Tensor:
-        q_rot, k_rot = rotated_text(self.ropes[layer], q_BQTD, k_BHTD)
-        self.score(layer, q_BQTD, k_BHTD, v_BHTD, q_rot, k_rot, softmax)
-        return attend_text(q_rot, k_rot, v_BHTD, softmax, self.layers[layer])
-
-    def attend_shared(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
-        """Attention ``[B, Q, T, D]`` of a layer that reads another's keys. It has no target."""
-        q_rot, k_rot = rotated_text(self.ropes[layer], q_BQTD, k_BHTD)
-        return attend_text(q_rot, k_rot, v_BHTD, softmax, self.layers[layer])
+    def __post_init__(self) -> None:
+        self.queries = sorted({t for a, b in self.answers for t in range(max(0, a - self.lead), b)})
+        self.slots = self.answers[-1][0]
+        self.scored_layers = sum(layer.window is None for layer in self.layers)
 
     def score(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_rot: Tensor, k_rot: Tensor, softmax: Softmax
@@ -109,9 +93,9 @@ class Observer(Handler):
         self.measures.append(torch.stack((regression.detach(), smooth.detach(), recall)))
 
 
-class Together(Handler):
-    """Several samples in one forward, padded on the right to one length, with one observer each. Attention is
-    causal, so no token sees the padding, and an observer gets only its own sample's tokens."""
+class Observed(Handler):
+    """Samples in one forward, padded on the right to one length, with one observer each. Attention is causal, so no token
+    sees the padding, and an observer gets only its own sample's tokens."""
 
     wants_unrotated = True
 
@@ -137,7 +121,7 @@ class Together(Handler):
             rotated_text(observer.ropes[layer], q_BQTD[b : b + 1], k_BHTD[b : b + 1])
             for b, observer in enumerate(self.observers)
         ]
-        q_rot, k_rot = (torch.cat(rows) for rows in zip(*rotated, strict=True))
+        q_rot, k_rot = rotated[0] if len(rotated) == 1 else (torch.cat(rows) for rows in zip(*rotated, strict=True))
         return q_rot, k_rot
 
 
@@ -232,8 +216,7 @@ class HeadTraining(FrozenTraining):
         ]  # fmt: skip
         lengths = [len(sample.ids) for sample in batch]
         ids = pad_sequence([torch.tensor(sample.ids, device="cpu") for sample in batch], batch_first=True)
-        handler: Handler = observers[0] if len(batch) == 1 else Together(observers, lengths)
-        with torch.no_grad(), self._attachment.handled_by(handler):
+        with torch.no_grad(), self._attachment.handled_by(Observed(observers, lengths)):
             decoder_of(self.backbone)(input_ids=ids.to(self.device), use_cache=False)
         return [torch.stack(observer.measures, 1) for observer in observers]
 

@@ -21,7 +21,7 @@ from locret_kit.planning.fitting_settings import TrainSetting, plan_training
 from locret_kit.planning.inference_plan import BackboneSizes
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import prefill
-from locret_kit.training.module import Observer
+from locret_kit.training.module import Observed, Observer
 
 GIB = 2**30
 
@@ -161,7 +161,7 @@ def test_peak_of_a_training_step(name, tokens, answer):
             kind="log_prob", lead=1, loss=partial(cis_loss, **loss), backward=torch.Tensor.backward,
         )  # fmt: skip
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-        with attach(model) as attached, torch.no_grad(), attached.handled_by(observer):
+        with attach(model) as attached, torch.no_grad(), attached.handled_by(Observed([observer], [tokens])):
             decoder_of(model)(input_ids=ids, use_cache=False)
     plan = plan_training(BackboneSizes.of(config), TrainSetting(tokens, answer))
     assert plan.heads == 4 * nbytes(heads), "weights, gradients and two moments"

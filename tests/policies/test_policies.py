@@ -27,7 +27,7 @@ from locret_kit.runtime.session import prefill
         ("pyramidkv(6,3,beta=1)", "snapkv(6,3)"),
         ("pyramid-locret(beta=1.0)", "locret"),
         ("ada-pyramid(6,beta=1,alpha=0)", "snapkv(6)"),
-        *((f"kvcrush(base={base},ratio=0.0)", base) for base in ("h2o", "snapkv(6)", "pyramidkv(6)", "ada-locret")),
+        ("kvcrush(base=ada-locret,ratio=0.0)", "ada-locret"),
         ("nacl(ratio=0,protected=1.0)", "score=proxy scope=proxies"),
         ("scissorhands(window=1.0)", "recency"),
         ("h2o(window=24)", "recency"),

@@ -16,7 +16,7 @@ from locret_kit.backbones.decoder_attention import Handler, rotate
 from locret_kit.backbones.probe import describe
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cis import FLOOR, SmoothL1, cis_loss, cis_target, top_recall
-from locret_kit.training.module import Observer
+from locret_kit.training.module import Observed, Observer
 
 
 def brute_target(q, k, positions, scaling, kind, floor):
@@ -135,7 +135,7 @@ def test_observer_equals_one_joint_pass(kind, answers):
     recorder = Recorder(ropes)
     with torch.no_grad(), attach(model) as attachment:
         logits = model(input_ids=ids).logits
-        with attachment.handled_by(observer):
+        with attachment.handled_by(Observed([observer], [40])):
             assert (model(input_ids=ids, use_cache=False).logits - logits).abs().max() < 1e-4
         with attachment.handled_by(recorder):
             model(input_ids=ids, use_cache=False)
@@ -171,7 +171,7 @@ def test_targets_are_the_backbones_own_attention(family):
         watch=lambda predicted, target: targets.append(target),
     )  # fmt: skip
     ids = torch.randint(2, 97, (1, length), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad(), attach(model) as attachment, attachment.handled_by(observer):
+    with torch.no_grad(), attach(model) as attachment, attachment.handled_by(Observed([observer], [length])):
         model(input_ids=ids, use_cache=False)
     with torch.no_grad():
         attentions = eager(input_ids=ids, use_cache=False, output_attentions=True).attentions

@@ -234,52 +234,11 @@ urlopen(os.environ["HF_ENDPOINT"] + "/close").close()
 """
 
 OUT_OF_REACH = """
-report(
-    cached=load("me/heads"), absent=load("me/absent"),
-    publish=cli("publish", "--ckpt", sys.argv[1], "--repo", "me/heads"),
-)
+from huggingface_hub import constants
+for constants.HF_HUB_OFFLINE in (False, True):
+    publish = cli("publish", "--ckpt", ckpt, "--repo", "me/heads")
+    report(**{str(constants.HF_HUB_OFFLINE): dict(cached=load("me/heads"), absent=load("me/absent"), publish=publish)})
 """
-
-
-def test_publish_list_download_infer(tmp_path):
-    ckpt, cache = save(tmp_path / "heads"), tmp_path / "cache"
-    tiny = save_tiny_backbone(tmp_path / "tiny")
-    torch.save(state_of(make(), torch.bfloat16), tmp_path / "heads.bin")
-    with HubServer() as hub:
-        hub.add("lab/tiny", {file.name: file.read_bytes() for file in tiny.iterdir()})
-        lora = make_lora(tiny, tmp_path / "lora")
-        hub.add("lab/lora", {file.name: file.read_bytes() for file in lora.iterdir()})
-        hub.add("old/heads", {"README.md": b"", "heads.bin": (tmp_path / "heads.bin").read_bytes()})
-        code = ROUND_TRIP + OUT_OF_REACH
-        said = unreachable = client(hub.url, cache, code, str(ckpt), str(tmp_path), HF_TOKEN="hf_me")
-        repo = hub.repos["me/heads"]
-        status, listing, err = said["dry"]
-        assert (status, err) == (0, "")
-        assert "would go to me/heads (private if it is new)" in listing and "base_model: lab/tiny" in listing
-        size = (ckpt / "model.safetensors").stat().st_size
-        assert re.search(rf"{size:,}  model\.safetensors", listing)
-        assert said["published"][0] == said["again"][0] == 0, said
-        assert said["published"][1].strip() == f"{hub.url}/me/heads/commit/{repo[0][0]}"
-        assert len(repo) <= 2
-        assert said["names"] == sorted(
-            ["README.md", "config.json", "curves.csv", "model.safetensors", "results.jsonl", "training.json"]
-        )
-        assert repo[-1][1]["model.safetensors"] == (ckpt / "model.safetensors").read_bytes()
-        assert said["backbone"] == said["bin"] == "lab/tiny"
-        assert said["infer"][0] == 0 and "backbone: lab/tiny" in said["infer"][2], said["infer"]
-        seen, prompt, total = said["snippet"]
-        assert prompt > 64 and prompt < total <= prompt + 32 and seen >= prompt
-        assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(said["fetched"]) and said["adapted"]
-    # The server is gone: what was loaded once still loads, what was not is one line.
-    offline = client(hub.url, cache, OUT_OF_REACH, str(ckpt), HF_TOKEN="hf_me", HF_HUB_OFFLINE="1")
-    assert offline["cached"] == unreachable["cached"] == "lab/tiny"
-    assert "ckpt='me/absent': not a local file, and the Hub says: offline mode is on" in offline["absent"]
-    assert f"{hub.url} cannot be reached" in unreachable["absent"]
-    for said, words in ((offline, "offline mode is on"), (unreachable, "cannot be reached")):
-        status, out, err = said["publish"]
-        assert (status, out) == (1, "") and err.count("\n") == 1
-        assert err.startswith("locret-publish: repo='me/heads': nothing was published:") and words in err
-
 
 TROUBLES = """
 ckpt = sys.argv[1]
@@ -294,12 +253,56 @@ report(missing=load("you/none"), no_heads=load("me/model"))
 """
 
 
-def test_every_refusal_is_one_clear_line(tmp_path):
-    ckpt = save(tmp_path / "heads")
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """The server's repositories and address, the published folder, and what one client reports of all its calls."""
+    work = tmp_path_factory.mktemp("hub")
+    ckpt, tiny = save(work / "heads"), save_tiny_backbone(work / "tiny")
+    torch.save(state_of(make(), torch.bfloat16), work / "heads.bin")
     with HubServer() as hub:
-        hub.add("you/heads", {file.name: file.read_bytes() for file in ckpt.iterdir()})
+        for name, folder in {"lab/tiny": tiny, "lab/lora": make_lora(tiny, work / "lora"), "you/heads": ckpt}.items():
+            hub.add(name, {file.name: file.read_bytes() for file in folder.iterdir()})
+        hub.add("old/heads", {"README.md": b"", "heads.bin": (work / "heads.bin").read_bytes()})
         hub.add("me/model", {"config.json": b'{"model_type": "llama"}', "tokenizer.json": b"{}"})
-        said = client(hub.url, tmp_path / "cache", TROUBLES, str(ckpt))
+        code = TROUBLES + ROUND_TRIP + OUT_OF_REACH
+        return hub, ckpt, client(hub.url, work / "cache", code, str(ckpt), str(work), HF_TOKEN="hf_me")
+
+
+def test_publish_list_download_infer(ran):
+    hub, ckpt, said = ran
+    repo = hub.repos["me/heads"]
+    status, listing, err = said["dry"]
+    assert (status, err) == (0, "")
+    assert "would go to me/heads (private if it is new)" in listing and "base_model: lab/tiny" in listing
+    size = (ckpt / "model.safetensors").stat().st_size
+    assert re.search(rf"{size:,}  model\.safetensors", listing)
+    assert said["published"][0] == said["again"][0] == 0, said
+    assert said["published"][1].strip() == f"{hub.url}/me/heads/commit/{repo[0][0]}"
+    assert len(repo) <= 2
+    published = ["README.md", "config.json", "curves.csv", "model.safetensors", "results.jsonl", "training.json"]
+    assert said["names"] == sorted(published)
+    assert repo[-1][1]["model.safetensors"] == (ckpt / "model.safetensors").read_bytes()
+    assert said["backbone"] == said["bin"] == "lab/tiny"
+    assert said["infer"][0] == 0 and "backbone: lab/tiny" in said["infer"][2], said["infer"]
+    seen, prompt, total = said["snippet"]
+    assert prompt > 64 and prompt < total <= prompt + 32 and seen >= prompt
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(said["fetched"]) and said["adapted"]
+
+
+def test_without_the_server_what_was_loaded_once_still_loads(ran):
+    """Offline or not; what was not loaded is one line."""
+    hub, _, said = ran
+    for offline, words in (("True", "offline mode is on"), ("False", f"{hub.url} cannot be reached")):
+        found = said[offline]
+        assert found["cached"] == "lab/tiny"
+        assert "ckpt='me/absent': not a local file, and the Hub says:" in found["absent"] and words in found["absent"]
+        status, out, err = found["publish"]
+        assert (status, out) == (1, "") and err.count("\n") == 1
+        assert err.startswith("locret-publish: repo='me/heads': nothing was published:") and words in err
+
+
+def test_every_refusal_is_one_clear_line(ran):
+    hub, _, said = ran
     for name, words in {
         "no_token": "repo='me/new': no Hub token: set HF_TOKEN or run `hf auth login`",
         "theirs": "the token may not write to you/heads: it belongs to someone else",

@@ -92,8 +92,8 @@ class Sampled(base.Selection):
     distribution: Literal["softmax", "uniform"] = "softmax"
     """'softmax' of the scores, or 'uniform'."""
     per: Literal["head", "layer", "all"] = "head"
-    """A draw for each 'head', one for all heads of a 'layer' from the softmax of their mean score, or one for 'all' layers,
-    whose noise is the same. Heads draw the same tokens as far as the same are left."""
+    """'head': each head draws for itself. 'layer': one draw for all heads of a layer, from the softmax of their mean score.
+    'all': as 'layer', with the same noise in every layer. Heads of one draw keep the same tokens, as long as they hold them."""
 
     def reserved_slots(self, budget: int) -> int:
         return int(budget * self.ratio)
