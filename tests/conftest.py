@@ -30,14 +30,14 @@ WHOLE = (
 browser or a terminal."""
 SAMPLED = (
     "test_policies_oracle", "test_bounded_cache", "test_attention", "test_cis", "test_positions", "test_families",
-    "test_attach", "test_decoding", "test_batch", "test_quantised", "test_documents", "test_kernels_attend",
+    "test_attach", "test_decoding", "test_batch", "test_quantised", "test_documents", "test_ragged_decode",
     "test_architectures", "test_rope_scalings",
 )  # fmt: skip
 """Files of whose tests ``--fast`` runs ``SETS`` sets of parameters; of the oracle's (the first), as many of each policy."""
 SETS = 2
 GRIDS = (
     "test_policies_oracle", "test_pins", "test_bounded_cache", "test_batch", "test_decoding", "test_attention",
-    "test_lococo", "test_sparse_prefill", "test_eight_bits", "test_answering", "test_interrupts", "test_kernels_attend",
+    "test_lococo", "test_sparse_prefill", "test_answering", "test_interrupts",
     "test_kernels_attention", "test_kernels_fused", "test_kernels_rows", "test_kernels_select", "test_kernels_sparse",
     "test_backend_contract", "test_cpu_backend", "test_products", "test_fake_cuda", "test_key_scores", "test_families",
     "test_architectures", "test_rope_scalings",

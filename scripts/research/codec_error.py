@@ -2,8 +2,9 @@
 
     python scripts/research/codec_error.py 8 4 2 --text docs/index.md
 
-The demo backbone reads the text in float32 and keeps everything. Error of keys and values: the root mean square of the
-difference over that of the numbers, all layers together. Divergence: nats, mean over the last tokens, which come one by one.
+The demo backbone reads the text in float32 and keeps everything. Error of keys and values: those of that reading are stored and
+read back; the root mean square of the difference over that of the numbers, all layers together. Divergence: nats, mean over the
+last tokens, which come one by one, of a reading whose rows are stored so.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.libraries import CACHE
+from locret_kit.cache.storage.codec import CODECS, Scratch
+from locret_kit.cache.storage.layouts import EqualRows
+from locret_kit.cache.storage.rows import BoundedLayer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,6 +40,18 @@ def read(
     return rows, torch.stack(logits[-last:]).log_softmax(-1)
 
 
+def stored(keys: torch.Tensor, values: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
+    """Keys and values ``[layers, 1, H, S, D]`` as they are read back."""
+    out = []
+    for k, v in zip(keys, values, strict=True):
+        rows = BoundedLayer(EqualRows(k.shape[2]), CODECS[str(bits)](bits, Scratch(), False, True))
+        rows.update(k, v)
+        rows.append(k, v, torch.zeros(k.shape[:3]))
+        rows.codec.finish_block()
+        out.append([rows.slots(name).clone() for name in ("keys", "values")])
+    return tuple(map(torch.stack, zip(*out, strict=True)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Errors of keys, values and next tokens in few bits.")
     parser.add_argument("bits", type=int, nargs="+")
@@ -50,8 +66,8 @@ def main() -> None:
     ]
     exact, truth = read(model, ids, args.last, None)
     for bits in args.bits:
-        rows, found = read(model, ids, args.last, bits)
-        keys, values = ((x - y).norm() / y.norm() for x, y in zip(rows, exact, strict=True))
+        keys, values = ((x - y).norm() / y.norm() for x, y in zip(stored(*exact, bits), exact, strict=True))
+        _, found = read(model, ids, args.last, bits)
         divergence = F.kl_div(found, truth, log_target=True, reduction="batchmean")
         print(
             f"{bits} bits: keys {keys:.4f}, values {values:.4f}, divergence {divergence:.2e} nats, of {ids.shape[1]} tokens"

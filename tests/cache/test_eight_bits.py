@@ -1,15 +1,12 @@
-"""Keys and values in 8 bits: the numbers, the kernel (interpreted), caches and files."""
+"""Keys and values in 8 bits: the numbers, caches and files."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from attention_oracle import turned
-from interpreted import BOTH, close, poisoned
 from kernel_runs import model  # noqa: F401  (a fixture)
 from tiny_models import tiny_model
 
-from locret_kernels.ragged_decode import ByteRows, Rotation, Spans
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache.saved import CacheFile, load_cache, save_cache
@@ -17,30 +14,6 @@ from locret_kit.cache.storage.layouts import EqualRows
 from locret_kit.cache.storage.quantised import RowBits
 from locret_kit.cache.storage.rows import BoundedLayer
 from locret_kit.runtime.drivers.graph import GraphDriver
-
-
-@BOTH
-@pytest.mark.parametrize("size", [64, 96])
-@pytest.mark.parametrize("rotates", [False, True])
-def test_decoding_over_every_code(functions, size, rotates):
-    """Heads of different lengths, every row and group with a step and a zero point of its own, against float64."""
-    generator, lengths = torch.Generator().manual_seed(0), [5, 90]
-    codes = torch.randint(256, (2, 95, size), generator=generator).to(torch.uint8)
-    codes.flatten()[:256] = torch.arange(256, dtype=torch.uint8)
-    step, zero = ((1 + torch.rand(2, 95, size // 32, generator=generator)).half() * by for by in (2.0**-6, -2))
-    exact = zero.repeat_interleave(32, -1).double() + codes * step.repeat_interleave(32, -1).double()
-    q, spans = torch.randn(1, 4, size, generator=generator), Spans(torch.tensor([[0, 5]]), torch.tensor([lengths]), 90)
-    angle = 6 * torch.randn(90, size // 2, generator=generator).double()
-    turn = Rotation(angle.repeat(1, 2).cos().float(), angle.repeat(1, 2).sin().float()) if rotates else None
-    rows = ByteRows(*codes, step[0], zero[0], step[1], zero[1])
-    with poisoned():
-        mine = functions["ragged_decode"](q, rows, spans, 2.0**-3, turn, received=True)
-    for h, (start, n) in enumerate(zip((0, 5), lengths, strict=True)):
-        k, v = exact[:, start : start + n]
-        k = turned(k, angle[:n]) if rotates else k
-        weights = (q[0, 2 * h : 2 * h + 2].double() @ k.T * 2.0**-3).softmax(-1)
-        torch.testing.assert_close(mine.out_BQD[0, 2 * h : 2 * h + 2].double(), weights @ v, rtol=1e-4, atol=1e-3)
-        close(mine.received_BHS[0, h, :n], weights.mean(0).float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,15 +1,15 @@
-"""Column statistics, the CIS target and decoding: Triton (interpreted) against the references, those against float64."""
+"""Column statistics, the CIS target and attention in two parts: Triton (interpreted), the references, and float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from attention_oracle import logits, turned
+from attention_oracle import attention, logits
 from interpreted import BOTH, KERNELS, REFERENCES, close, common, poisoned, random
 from pairwise import pairs
 
 from locret_kernels.column_stats import STATISTICS
-from locret_kernels.ragged_decode import Angles, Rotation, Spans, angle_steps
+from locret_kernels.ragged_decode import Spans
 from locret_kit.cis import cis_target
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -80,7 +80,7 @@ def test_float16_as_a_card_computes_it(monkeypatch):
     pos = torch.arange(291, 300)
     calls = {
         "window_attention": (q, k, 0.2), "column_max": (q, k, pos, 0.2),
-        "ragged_decode": (q[:, :, 0].contiguous(), flat, spans, 0.2, tables_of(300, 96)),
+        "ragged_decode": (q[:, :, 0].contiguous(), flat, spans, 0.2),
     }  # fmt: skip
     for name, arguments in calls.items():
         mine, theirs = (functions[name](*arguments) for functions in (KERNELS, REFERENCES))
@@ -121,111 +121,6 @@ def test_a_query_that_sees_no_slot(functions):
     assert out[..., :4].isfinite().all() and (out[..., 4:] == float("-inf")).all()
 
 
-# ---- decoding ------------------------------------------------------------------------------------------------------
-
-
-def angles(place, R):
-    return place.double()[:, None] * 0.3 ** torch.arange(R // 2).double()
-
-
-def steps_of(places, R, scale=1.0):
-    return angle_steps(0.3 ** torch.arange(R // 2).double(), places, scale)
-
-
-def tables_of(places, R):
-    angle = angles(torch.arange(places), R).repeat(1, 2)
-    return Rotation(angle.cos().float(), angle.sin().float())
-
-
-@pytest.mark.parametrize(
-    ("lengths", "D", "group", "share"),
-    pairs([([1, 7, 129], 64), ([65, 64, 2], 96), ([40, 1, 33], 128), ([300, 3, 5], 256)], GROUPS, [0, 1, 0.75]),
-)
-def test_ragged_decode(lengths, D, group, share):
-    Q, H = GROUPS[group]
-    lengths = torch.tensor([[length + 2 * b for length in lengths[:H]] for b in range(2)])
-    stretch = lengths + 3  # room for new rows behind each head's, poisoned
-    starts = (stretch.flatten().cumsum(0) - stretch.flatten()).view(2, H)
-    total, longest, R = int(stretch.sum()), int(lengths.max()), int(share * D)
-    keys, values = (torch.full((total, D), float("nan")) for _ in range(2))
-    for seed, (start, rows) in enumerate(zip(starts.flatten().tolist(), lengths.flatten().tolist(), strict=True)):
-        keys[start : start + rows] = random(rows, D, seed=10 + seed)
-        values[start : start + rows] = random(rows, D, seed=20 + seed)
-    turns = [
-        tables_of(longest, R),
-        Angles(steps_of(longest, R, 1.25), steps_of(longest + 70, R, 0.5)[: 32 - -longest // 32]),
-    ]
-    for turn in turns if R else [None]:
-        arguments = (random(2, Q, D), (keys, values), Spans(starts, lengths, longest), 0.2, turn)
-        with poisoned():
-            mine = KERNELS["ragged_decode"](*arguments, received=True)
-            alone = KERNELS["ragged_decode"](*arguments)
-        theirs = REFERENCES["ragged_decode"](*arguments, received=True)
-        close(mine.out_BQD, theirs.out_BQD)
-        close(mine.received_BHS, theirs.received_BHS)
-        assert torch.equal(alone.out_BQD, mine.out_BQD) and alone.received_BHS is None
-        b, h, rows = 1, H - 1, int(lengths[1, H - 1])
-        k, v = (x[int(starts[b, h]) :][:rows].double() for x in (keys, values))
-        k, q = turned(k, angles(torch.arange(rows), R)), arguments[0][b].double().view(H, Q // H, D)[h]
-        if isinstance(turn, Angles):  # what turns is scaled; queries come before it
-            q, k = (
-                torch.cat((x[:, :R] * by, x[:, R:]), 1)
-                for x, by in ((turned(q, angles(torch.tensor([rows - 1]), R)), 0.5), (k, 1.25))
-            )
-        weights = (q @ k.T * 0.2).softmax(-1)
-        close(mine.out_BQD[b, -1], (weights @ v)[-1].float())
-        close(mine.received_BHS[b, h, :rows], weights.mean(0).float())
-        assert not mine.received_BHS[b, h, rows:].any()
-
-
-def test_rows_are_rotated_by_a_place_above_their_rank():
-    q, keys, values = random(1, 4, 64), random(60, 64, seed=1), random(60, 64, seed=2)
-    starts, lengths = torch.tensor([[0, 24]]), torch.tensor([[20, 36]])
-    place = torch.randint(-30, 50, (60,), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
-    for functions in (KERNELS, REFERENCES):
-        turn = tables_of(50, 64)._replace(place_N=place)
-        mine = functions["ragged_decode"](q, (keys, values), Spans(starts, lengths, 36), 0.2, turn)
-        for h, (start, rows) in enumerate(((0, 20), (24, 36))):
-            own = slice(start, start + rows)
-            k = turned(keys[own].double(), angles(torch.maximum(torch.arange(rows), place[own]), 64))
-            oracle = (q[0, 2 * h : 2 * h + 2].double() @ k.T * 0.2).softmax(-1) @ values[own].double()
-            close(mine.out_BQD[0, 2 * h : 2 * h + 2], oracle.float())
-
-
-@BOTH
-@pytest.mark.parametrize("longest", [30, 700], ids=["one split", "several splits"])
-def test_a_head_without_rows(functions, longest):
-    """Its output is 0 and nothing receives attention; it may start after the last row. The other head is as without it."""
-    keys, values = random(longest, 64, seed=1), random(longest, 64, seed=2)
-    starts, lengths = torch.tensor([[0, longest]]), torch.tensor([[longest, 0]])
-    with poisoned():
-        q = random(1, 4, 64)
-        spans = Spans(starts, lengths, longest)
-        mine = functions["ragged_decode"](q, (keys, values), spans, 0.2, tables_of(longest, 64), received=True)
-        alone = Spans(starts[:, :1], lengths[:, :1], longest)
-        other = functions["ragged_decode"](q[:, :2], (keys, values), alone, 0.2, tables_of(longest, 64), received=True)
-    assert not mine.out_BQD[:, 2:].any() and not mine.received_BHS[:, 1].any()
-    close(mine.out_BQD[:, :2], other.out_BQD)
-    close(mine.received_BHS[:, :1], other.received_BHS)
-
-
-def test_rows_of_many_heads_may_be_over_2_to_the_31_elements(monkeypatch):
-    """Offsets of heads are 64-bit, so the rows of one head alone are bounded. Meta tensors: nothing is allocated."""
-    launched = []
-    monkeypatch.setattr(common, "launch", lambda kernel, *rest, **options: launched.append(kernel))
-    B, H, S, D = 4, 32, 131072, 128
-    rows, q = torch.empty(B * H * S, D, device="meta"), torch.empty(B, H, D, device="meta")
-    starts = torch.empty(B, H, dtype=torch.int64, device="meta")
-    assert rows.numel() >= 2**31
-    KERNELS["ragged_decode"](q, (rows, rows), Spans(starts, starts, S), 0.1)
-    assert launched
-    with pytest.raises(ValueError, match=f"keys spans {2**31} elements per head, which must be below 2"):
-        KERNELS["ragged_decode"](q, (rows, rows), Spans(starts, starts, 2**24), 0.1)
-    q, k = (torch.empty(1, heads, 2**20, D, device="meta") for heads in (16, 1))
-    with pytest.raises(ValueError, match=f"q spans {2**31} elements per group, which must be below 2"):
-        KERNELS["window_attention"](q, k, 0.1)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -240,3 +135,28 @@ def test_what_the_kernels_refuse(change, message):
     with pytest.raises(ValueError) as caught:
         KERNELS["column_max"](q, k, torch.arange(3), 1.0)
     assert message in str(caught.value)
+
+
+# ---- attention in two parts ----
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("B", "T", "before", "D"), [(1, 1, 40, 64), (2, 40, 7, 96), (1, 33, 200, 128)])
+def test_two_parts_are_joined(functions, B, T, before, D, dtype):
+    """Rows before a chunk and its own, whose heads of a token lie side by side; logits may be large."""
+    q, k = queries_and_keys(4, 2, T, before + T, D, B, dtype)
+    v = random(*k.shape, seed=3, dtype=dtype)
+    q[:, 0] *= 30
+    keys, values = (x.repeat_interleave(2, 1).double() for x in (k, v))
+    parts = []
+    for rows, own in ((slice(0, before), False), (slice(before, None), True)):
+        x = q.double() @ keys[:, :, rows].mT * 0.1
+        x = x.masked_fill(torch.ones(x.shape[-2:], dtype=torch.bool).triu(1), -torch.inf) if own else x
+        out = (x.softmax(-1) @ values[:, :, rows]).to(dtype)
+        parts += [out.transpose(1, 2).contiguous().transpose(1, 2), x.logsumexp(-1).float()]
+    with poisoned():
+        made, lse = functions["join_parts"](*parts)
+    close(made.float(), attention(q, k, v, 0.1).float(), dtype)
+    close(lse, logits(q, k, 0.1).logsumexp(-1).float())
+    assert made.dtype == dtype and made.stride() == parts[0].stride()

@@ -9,7 +9,6 @@ import torch
 from interpreted import BOTH, KERNELS, REFERENCES
 
 from locret_kernels.column_stats import STATISTICS
-from locret_kernels.ragged_decode import Spans
 
 
 @pytest.mark.parametrize("name", sorted(KERNELS))
@@ -52,10 +51,3 @@ def test_rows_to_move(functions, K):
     index = torch.arange(K).expand(1, 1, K)
     with pytest.raises(ValueError, match=f"index: {K} rows must be at least 1 and at most the 5 rows of a buffer"):
         functions["compact_rows"]([[torch.zeros(1, 5, 64)]], index)
-
-
-@BOTH
-def test_no_row_to_decode_over(functions):
-    q, rows, one = torch.zeros(1, 1, 64), torch.zeros(4, 64), torch.ones(1, 1, dtype=torch.int64)
-    with pytest.raises(ValueError, match="longest: 0 rows must be at least 1"):
-        functions["ragged_decode"](q, (rows, rows), Spans(one, one, 0), 0.1)

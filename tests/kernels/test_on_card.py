@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from scripts_loaded import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,20 +59,3 @@ def test_a_missing_package_is_named_in_one_line(monkeypatch, capsys):
     assert script.main() == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("on_card: missing: pydantic annotated-types (")
-
-
-@pytest.mark.parametrize("program", ["graphs_on_cuda", "gpu"])
-def test_programs_import_without_the_tables_of_gguf_tokenizers(program):
-    """transformers 5.17 has none of them; a file of that kind alone needs them."""
-    code = (
-        "import sys\nsys.modules['transformers.integrations.gguf.gguf_tokenizer_mapping'] = None\n"
-        f"import {program}, locret_kit.backbones.load\n"
-        "from locret_kit.backbones.gguf.gguf_config import config_of\n"
-        "try:\n    import locret_kit.backbones.gguf.gguf_tokenizer\nexcept ImportError:\n    print('refused')"
-    )
-    path = os.pathsep.join(str(ROOT / folder) for folder in ("", "kernels", "tests/support", "scripts"))
-    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**clean, "PYTHONPATH": path}
-    )
-    assert done.stdout.strip() == "refused", done.stderr[-2000:]

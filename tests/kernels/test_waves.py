@@ -1,5 +1,5 @@
-"""Programs of a decoded token's launches run at once on a card, by the registers of the committed table, and split its work
-evenly. The numbers of a card are NVIDIA's (CUDA C++ Programming Guide, technical specifications)."""
+"""Programs of a decoded token's launches run at once on a card, by the registers of the committed table. The numbers of a card are
+NVIDIA's (CUDA C++ Programming Guide, technical specifications)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,12 @@ import torch
 from interpreted import KERNELS, common, random
 from scripts_loaded import load_script
 
-from locret_kernels.decoder_step import RowProducts
 from locret_kernels.enter import HeadProduct, RowBuffers
-from locret_kernels.ragged_decode import BLOCK, Angles, Spans, angle_steps
+from locret_kernels.ragged_decode import Spans
 
 check = load_script("kernels/benchmarks/compile_check.py")
 TABLE = check.read(Path(check.__file__).with_name("compile_table.csv"))
 MULTIPROCESSORS, REGISTERS = 132, 65536
-RECIPES = {
-    # query heads, heads, columns of a head, hidden and gated width, rows, capacity
-    "phi3-mini": (32, 32, 96, 3072, 8192, 6055, 9072),
-    "llama3.1-8b": (32, 8, 128, 4096, 14336, 16439, 17408),
-}
 
 
 def recorded(call) -> list[tuple[tuple[int, ...], object]]:
@@ -70,47 +64,15 @@ def test_one_wave_of_every_launch(D):
     assert found >= 10
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_decoding_attention_of_a_recipe(name):
-    """In a graph, whose launch knows the capacity alone: rows are split by their number on the device. The last program of a
-    head joins the parts in few steps, one after another."""
-    Q, H, D, _, _, rows, capacity = RECIPES[name]
-    flat, one = (x(H * capacity, D), x(H * capacity, D)), torch.ones(1, H, dtype=torch.int64, device="meta")
-    steps = angle_steps(torch.empty(D // 2, device="meta"), capacity)
-    arguments = x(1, Q, D), flat, Spans(one, one, capacity), 0.1, Angles(steps, steps)
-    ((heads, splits), launch), = recorded(lambda: KERNELS["ragged_decode"](*arguments))  # fmt: skip
-    blocks = max(ceil(rows / splits / BLOCK), common.LEAST_BLOCKS.value)  # of a program with rows
-    for programs in at_once(launch, D):
-        assert heads * splits <= programs
-    assert heads * rows / BLOCK / common.PROGRAMS >= 0.85 * blocks
-    assert Q // H * ceil(splits / launch.options["JOIN"]) <= 4
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_products_of_a_recipe(name):
-    Q, H, D, C, wide, *_ = RECIPES[name]
-    entered = (x(Q * D, C), x(H * D, C), x(H * D, C), x(1024, C))
-    for weights, norm, gated in ((entered, x(C), False), ((x(C, Q * D),), None, False),
-                                 ((x(wide, C), x(wide, C)), x(C), True), ((x(C, wide),), None, False)):  # fmt: skip
-        stage, K = RowProducts(weights, (None,) * len(weights), norm, 1e-5, gated), weights[0].shape[1]
-        residual = x(1, C) if norm is None else None
-        (((programs,), launch),) = recorded(lambda s=stage, k=K, r=residual: KERNELS["row_products"](x(1, k), s, r))
-        blocks = ceil((wide if gated else sum(map(len, weights))) / launch.options["BLOCK_N"])
-        assert programs <= min(at_once(launch, D))
-        assert blocks / common.PROGRAMS >= 0.85 * ceil(blocks / programs), (
-            "they walk over as many blocks, but for a few"
-        )
-
-
-@pytest.mark.parametrize("rows", [40, 700, 1500])
+@pytest.mark.parametrize("rows", [40, 600])
 def test_rows_are_split_by_their_number(rows, monkeypatch):
     """Bit for bit what a launch gives that knows how many rows there are, whatever the capacity: a graph's does not."""
     monkeypatch.setattr(common, "programs", lambda device: 18)
-    q, keys, values = random(1, 2, 64), random(2000, 64, seed=1), random(2000, 64, seed=2)
+    q, keys, values = random(1, 2, 64), random(900, 64, seed=1), random(900, 64, seed=2)
     lengths = torch.tensor([[rows, 3 * rows // 4]])
     found = [
         KERNELS["ragged_decode"](q, (keys, values), Spans(torch.tensor([[0, 100]]), lengths, longest), 0.2).out_BQD
-        for longest in (rows, 1800)
+        for longest in (rows, 800)
     ]
     assert torch.equal(*found)
 

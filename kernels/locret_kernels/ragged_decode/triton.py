@@ -168,7 +168,7 @@ def _ragged_decode(
             c, z = _angles(cos, sin, one + s // NEAR + NEAR, one == 0, A, BLOCK_A)  # [1, BA]
             ua, ub = _turn(qa, qb, c, -z)  # as the block's first row sees them
             if BLOCK_S < NEAR:
-                c, z = _angles(cos, sin, one + s % NEAR, one == 0, A, BLOCK_A)
+                c, z = _angles(cos, sin, (one + s) % NEAR, one == 0, A, BLOCK_A)
                 ua, ub = _turn(ua, ub, c, -z)
             ka, kb = _turn(ka, kb, near_c, near_z)
         if LANES:
@@ -314,7 +314,7 @@ def ragged_decode(
     block_s = 16 if few and D == 256 else BLOCK if few or turn is not None or G == 1 or D == 256 else 64
     # All run at once: a third of them where programs have eight warps, two thirds with 8 bits and
     # groups or wide heads (compile_table.csv).
-    warps, thirds = (8, 1) if few or D == 256 else (4, 2 if bits == 8 and (G > 1 or D > 96) else 3)
+    warps, thirds = (8, 1) if few or D == 256 else (4, 2 if bits == 8 and (G > 1 or D > 64) else 3)
     most = max(1, common.programs(q_BQD.device) * thirds // 3 // (B * H))
     splits = min(cdiv(longest, LEAST_BLOCKS.value * block_s), most)
     exact = dict(dtype=torch.float32, device=q_BQD.device)
