@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from functools import partial, wraps
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
-from typing import BinaryIO, ParamSpec
+from typing import TYPE_CHECKING, BinaryIO, ParamSpec
 
 from ..backbones import newer
 from ..config.infer_options import Backbone, Plugin
@@ -31,6 +31,9 @@ from ..text.converters import ENCODED, LIMIT, is_encoded
 from ..text.folder import read_folder
 from ..text.reader import convert, is_converted
 from ..validation import annotations_of, choices
+
+if TYPE_CHECKING:
+    from ..runtime.session import Answer
 
 P = ParamSpec("P")
 _RETRIES = OneRetryLine()
@@ -71,12 +74,9 @@ def command(
     """
     mendable: tuple[type[Exception], ...] = (ValueError, OSError, ImportError, *also)
 
-    def say(words: object) -> None:
-        print(f"{name}: {words}", file=sys.stderr)
-
-    def say_newer() -> None:
-        for line in newer():
-            say(line)
+    def say(*lines: str) -> None:
+        for line in lines:
+            note(f"{name}: {line}")
 
     def decorate(main: Callable[P, int]) -> Callable[P, int]:
         @wraps(main)
@@ -95,14 +95,14 @@ def command(
             except mendable as error:
                 say(first_line(error) + (install_hint(error) if isinstance(error, ImportError) else ""))
                 if not isinstance(error, ValueError | OSError):  # as a library raises them that is not as we know it
-                    say_newer()
+                    say(*newer())
                 return usage if isinstance(error, UsageError) else 1
             except Exception:
-                say_newer()
+                say(*newer())
                 raise
             except KeyboardInterrupt:
                 if stopped:
-                    print(f"\n{name}: {stopped}", file=sys.stderr)
+                    note(f"\n{name}: {stopped}")
                 return 130
 
         return guarded
@@ -144,9 +144,14 @@ def entry(
 to_stdout = partial(print, end="", flush=True)
 
 
-def to_stderr(line: str) -> None:
+def note(line: object) -> None:
+    """Say something that is no answer, on stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def warn(line: str) -> None:
     """Warn in one line."""
-    print(f"warning: {line}", file=sys.stderr, flush=True)
+    note(f"warning: {line}")
 
 
 def text_of(file: str | None, include: Sequence[str] = ()) -> Iterator[str]:
@@ -160,7 +165,7 @@ def text_of(file: str | None, include: Sequence[str] = ()) -> Iterator[str]:
     source, name = ("stdin", "stdin") if file in (None, "-") else (f"file={file!r}", str(file))
     if source != "stdin" and Path(name).is_dir():
         with prefixed_errors(source, OSError):
-            return iter([*read_folder(name, include, to_stderr)])
+            return iter([*read_folder(name, include, warn)])
     if include:
         raise ValueError(f"include={include[0]!r} chooses files of a folder, and {source} is none")
     if source == "stdin" and sys.stdin.isatty():
@@ -174,7 +179,7 @@ def text_of(file: str | None, include: Sequence[str] = ()) -> Iterator[str]:
                     f"{source} holds tensors, not text: if locret-read wrote it, ask about it with locret-ask"
                 )
             if is_converted(name, first):
-                return iter([convert(first + stream.read(LIMIT), name, lost=to_stderr)])
+                return iter([convert(first + stream.read(LIMIT), name, lost=warn)])
             blocks = _blocks(stream, first, source, opened.pop_all())
             return iter([*blocks]) if stream.seekable() or not first else blocks
         except OSError as error:
@@ -189,7 +194,7 @@ def _blocks(stream: BinaryIO, first: bytes, source: str, opened: ExitStack) -> I
         for block in read_utf8(stream, first=first):
             blank = blank and not block.strip()
             if not encoded and (encoded := is_encoded(block)):
-                to_stderr(f"{source}: {ENCODED}")
+                warn(f"{source}: {ENCODED}")
             yield block
     if blank:
         raise ValueError(f"{source} has no text: name another file, or pipe a text with < FILE")
@@ -280,3 +285,9 @@ def folded(pieces: Iterable[str], *, quiet: bool = False) -> Iterator[str]:
         yield piece.translate(CONTROLS) if sys.stdout.isatty() else piece
     if words:
         line("\n")
+
+
+def record_of(answer: Answer) -> dict[str, object]:
+    """An answer, read to its end, as a record of JSON."""
+    record: dict[str, object] = {"answer": str(answer), "finish_reason": answer.finish_reason}
+    return record | ({"thought": answer.thought_text} if answer.thought_text else {})

@@ -80,16 +80,11 @@ def chosen_rows(config: options.RowsConfig) -> list[Row]:
     from ..evals.engine import read_rows
     from ..evals.tasks import haystack_name, row_names
 
-    haystacks = {haystack_name(haystack) for haystack in config.haystacks}
-    tasks = {name for task in config.tasks for name in row_names(task)}
-    budgets = [0, *config.budgets] if config.budgets else []
     wanted = {
-        "task": tasks,
-        "haystack": haystacks,
-        "policy": config.policies,
-        "budget": budgets,
-        "length": config.lengths,
-    }
+        "task": {name for task in config.tasks for name in row_names(task)},
+        "haystack": {haystack_name(haystack) for haystack in config.haystacks},
+        "policy": config.policies, "budget": [0, *config.budgets] if config.budgets else [], "length": config.lengths,
+    }  # fmt: skip
     rows = [*read_rows(config.out)]
     for name, some in wanted.items():
         rows = [row for row in rows if not some or getattr(row, name) in some]

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import shipped
 from ..backbones import demo, probe
-from ..backbones.load import choose_adapter, load_backbone, other_backbone
+from ..backbones.load import choose_adapter, load_backbone, load_tokenizer, other_backbone, pick_device
 from ..backbones.spec import text_config
 from ..cache.bounded import BoundedCache
 from ..cache.due import Schedule
@@ -75,6 +75,13 @@ class ModelChoice:
         """Whether a budget bounds the kept slots."""
         return not self.policy.keeps_everything
 
+    def open_tokenizer(self, machine: Machine) -> PreTrainedTokenizerBase:
+        """The tokenizer, with the chat template's arguments. Raises ValueError, OSError: it or the device is not there."""
+        pick_device(machine.device)  # before a long text is tokenised
+        tokenizer = load_tokenizer(self.backbone)
+        machine.set_template(tokenizer)
+        return tokenizer
+
     def load(
         self, machine: Machine, tokenizer: PreTrainedTokenizerBase | None = None
     ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -83,11 +90,11 @@ class ModelChoice:
         Raises:
             ValueError, OSError: it cannot be loaded, or the heads have other shapes.
         """
-        model, tokenizer = load_backbone(
+        tokenizer = tokenizer or self.open_tokenizer(machine)
+        model, _ = load_backbone(
             self.backbone, dtype=machine.dtype, device=machine.device, adapter=self.adapter,
             weight_bits=machine.weight_bits, tokenizer=tokenizer,
         )  # fmt: skip
-        machine.set_template(tokenizer)
         if self.heads is not None:
             self.heads.check_backbone(probe.describe(model).spec)
         return model, tokenizer

@@ -253,9 +253,12 @@ def read(command: Command[T], argv: list[str]) -> T | None:
 
 def tree_of(options: DataclassInstance) -> Values:
     """Values of options by name, those of a section in a tree of their own."""
-    names = [item.name for item in fields(options) if item.name not in getattr(options, "HIDDEN", ())]
-    values = {name: getattr(options, name) for name in names}
-    return {name: tree_of(value) if is_dataclass(value) else value for name, value in values.items()}
+    tree: Values = {}
+    for item in fields(options):
+        if item.name not in getattr(options, "HIDDEN", ()):
+            value = getattr(options, item.name)
+            tree[item.name] = tree_of(value) if is_dataclass(type(value)) else value
+    return tree
 
 
 def given_by(command: Command[T], argv: list[str]) -> Values:

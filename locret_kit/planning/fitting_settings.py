@@ -199,21 +199,21 @@ def choose_step(
         DoesNotFit: a sample of ``SHORTEST`` tokens, or the one that is given, is above the cap.
     """
 
-    def plan(**sizes: int) -> Plan:
-        return plan_training(backbone, replace(setting, **sizes))
+    def plan(tokens: int, batch: int) -> Plan:
+        return plan_training(backbone, replace(setting, tokens=tokens, batch=batch))
 
-    single, low = {"batch": batch or 1}, setting.answer + 1
+    least, low = batch or 1, setting.answer + 1
     if tokens is None:
-        more = largest(lambda n: plan(tokens=low + n, **single).peak <= cap, setting.tokens - low)
+        more = largest(lambda n: plan(low + n, least).peak <= cap, setting.tokens - low)
         tokens = max((low + more) // SHORTEST, 1) * SHORTEST
-    needed = plan(tokens=tokens, **single)
+    needed = plan(tokens, least)
     if needed.peak > cap:
         raise DoesNotFit(
-            f"a training step of {replace(setting, tokens=tokens, **single)} needs {show(needed.peak)}, "
+            f"a training step of {replace(setting, tokens=tokens, batch=least)} needs {show(needed.peak)}, "
             f"{show(needed.weights)} of them weights, above the {show(cap)} of the device: "
             "choose backbone.weight_bits=4, a smaller model or a larger card"
         )
-    batches = [n for n in range(1, samples + 1) if samples % n == 0 and plan(tokens=tokens, batch=n).peak <= cap]
+    batches = [n for n in range(1, samples + 1) if samples % n == 0 and plan(tokens, n).peak <= cap]
     return replace(setting, tokens=tokens, batch=batch or max(batches))
 
 

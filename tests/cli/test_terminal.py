@@ -47,7 +47,7 @@ def test_a_line_of_json_is_json_in_every_encoding(monkeypatch, encoding):
 
 def test_a_question_has_no_byte_order_mark(tmp_path):
     (tmp_path / "asked").write_bytes(b"\xef\xbb\xbfWho?\r\n")
-    assert documents.words_of("question_file", str(tmp_path / "asked")) == "Who?\n"
+    assert documents.words_of(str(tmp_path / "asked")) == "Who?\n"
 
 
 def test_an_answer_does_not_command_a_terminal(monkeypatch):

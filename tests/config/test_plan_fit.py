@@ -26,7 +26,7 @@ H2O = parse_policy("h2o")
 SIZES = st.integers(1, 40_000)
 
 
-@settings(max_examples=40)
+@settings(max_examples=12)
 @given(budget=SIZES, chunk=SIZES, more=SIZES, name=st.sampled_from(NAMES))
 def test_more_never_takes_less(budget, chunk, more, name):
     one = backbone(name)
@@ -38,7 +38,7 @@ def test_more_never_takes_less(budget, chunk, more, name):
     assert p.plan_inference(one, changed(setting, dtype="float32")).peak > least
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(budget=st.integers(64, 60_000), chunk=st.integers(64, 20_000), cap=st.integers(10 * GIB, 24 * GIB))
 def test_the_largest_fit_and_the_next_do_not(budget, chunk, cap):
     one, setting = backbone("phi3-mini"), setting_of(131072, budget, chunk)
