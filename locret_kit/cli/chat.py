@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..cache.file import read_record
 from ..config.infer_options import CHAT, ChatOptions
+from ..config.schema import removed
 from ..files import write_text
 from ..naming import first_line, nearest
-from .command import CONTROLS, check_target, entry, folded, install_hint, progress, text_of, to_stdout
+from .command import CONTROLS, check_target, collapse, entry, install_hint, progress, text_of, to_stdout
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -119,7 +120,7 @@ class Screen:
         last = "\n"
         try:
             with closing(pieces):
-                for piece in folded(pieces):
+                for piece in collapse(pieces):
                     to_stdout(piece)
                     last = piece[-1:] or last
                     if self._pressed:
@@ -177,13 +178,6 @@ COMMANDS = {
     "quit": ("", "leave; so does Ctrl-D"),
 }
 """Arguments and meaning of each command, a method of ``Talk``."""
-GONE = {
-    "kept": "/save BOOK.locret, and locret-kept shows what it holds",
-    "stats": "/save BOOK.locret, and locret-info says its sizes",
-    "budget": "start locret-chat with --budget N",
-    "pin": "--protect names what is never evicted",
-}
-"""Removed commands, and their replacements."""
 
 
 @dataclass
@@ -249,8 +243,8 @@ class Talk:
             return True
         name, words = (*message[1:].split(None, 1), "", "")[:2]
         words = words.strip()
-        if name in GONE:
-            raise ValueError(f"/{name} was removed: {GONE[name]}")
+        if name in (gone := removed("commands of locret-chat")):
+            raise ValueError(f"/{name} was removed: {gone[name]}")
         if name not in COMMANDS:
             near = nearest(f"/{name}", [f"/{known}" for known in COMMANDS])
             raise ValueError(f"unknown command '/{name}'.{near or ' /help lists them; // begins a message with /'}")
@@ -343,10 +337,10 @@ class Talk:
 
     def _markdown(self) -> str:
         """The conversation as Markdown."""
-        said = [("System", self.args.system)] if self.args.system and self.document is None else []
+        turns = [("System", self.args.system)] if self.args.system and self.document is None else []
         for turn in self.chat.turns:
-            said += [("User", turn.question), ("Assistant", turn.answer)]
-        return "\n\n".join(f"## {role}\n\n{text.strip()}" for role, text in said) + "\n"
+            turns += [("User", turn.question), ("Assistant", turn.answer)]
+        return "\n\n".join(f"## {role}\n\n{text.strip()}" for role, text in turns) + "\n"
 
 
 def check_file(file: str) -> Path:
@@ -362,7 +356,7 @@ def run(args: ChatOptions) -> int:
     file = check_file(args.file) if args.file is not None else None
     saved = file is not None and file.suffix == SAVED
     text: Iterable[str] = ()
-    if file is not None:  # before torch is imported: a file that is wrong is said at once
+    if file is not None:  # before torch is imported: a file that is wrong is turns at once
         if saved:
             read_record(file)
         else:

@@ -257,12 +257,12 @@ def write_answer(
     """Write an answer to stdout while it is made, below its question where one is given."""
     if question is not None:
         to_stdout("" if first else "\n", f"question: {question}\n", sep="")
-    for piece in folded(answer, quiet=quiet):
+    for piece in collapse(answer, quiet=quiet):
         to_stdout(piece)
     to_stdout("\n")
 
 
-def folded(pieces: Iterable[str], *, quiet: bool = False) -> Iterator[str]:
+def collapse(pieces: Iterable[str], *, quiet: bool = False) -> Iterator[str]:
     """Pieces of an answer without its thought, and for a terminal without control characters, which it may quote from a text.
     stderr gets one dim line with the thought's length, and a terminal shows it in progress."""
     from ..runtime.session import ThoughtPiece

@@ -250,20 +250,22 @@ def run_kept(args: KeptOptions) -> int:
     if not name:
         raise ValueError(f"{args.file} does not name its backbone: give --model")
     tokenizer = load_tokenizer(name)
-    found = read_kept(args.file, tokenizer)
-    texts = token_texts(tokenizer, found.ids)
+    shown = read_kept(args.file, tokenizer)
+    texts = token_texts(tokenizer, shown.ids)
     title = about.title or Path(args.file).name
-    lead = f"{len(found.ids)} tokens, {saved.policy}, budget {saved.settings.get('budget')}, {name}"
+    lead = f"{len(shown.ids)} tokens, {saved.policy}, budget {saved.settings.get('budget')}, {name}"
     if args.out is not None:
-        page = kept_page(title, lead, texts, found.positions, found.seen).encode("utf-8", "backslashreplace")
+        page = kept_page(title, lead, texts, shown.positions, shown.seen).encode("utf-8", "backslashreplace")
         write_beside(Path(args.out), lambda path: path.write_bytes(page))
         return 0
-    counts, heads = found.heads(args.layer, args.head)
+    counts, heads = shown.heads(args.layer, args.head)
     where = ", ".join(f"{what} {n}" for what, n in (("layer", args.layer), ("head", args.head)) if n is not None)
-    held = f"{(counts > 0).sum()} of {found.seen} held ({where or 'all layers and heads'})"
+    held = f"{(counts > 0).sum()} of {shown.seen} held ({where or 'all layers and heads'})"
     print(f"{display(title)}: {display(lead)}; {held}\n")
-    shown = ["".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text) for text in texts[: found.seen]]
-    print(highlight(shown, counts / heads, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    printable = [
+        "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text) for text in texts[: shown.seen]
+    ]
+    print(highlight(printable, counts / heads, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     return 0
 
 

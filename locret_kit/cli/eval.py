@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import eval_options as options
-from ..config.schema import Command, read
+from ..config.schema import Command, read, removed
 from ..files import write_json
 from ..naming import check_name, install_line
 from .command import command
@@ -117,14 +117,6 @@ COMMANDS: dict[str, tuple[Command[Any], Callable[[Any], None]]] = {
 """Options of each subcommand, and what shows its result."""
 
 
-GONE = {
-    "benchmark": "a run for each task and length, then locret-eval paired",
-    "kept": "locret-kept shows what a saved text has kept",
-    "summary": "locret-eval report writes it, beside the page",
-}
-"""Removed commands, and their replacements."""
-
-
 @command("locret-eval", stopped="stopped; the same command continues", also=(RuntimeError,))
 def main(argv: list[str] | None = None) -> int:
     """Returns exit status 0; 1 after a reported error or a failed example; 130 after Ctrl-C."""
@@ -138,8 +130,8 @@ def main(argv: list[str] | None = None) -> int:
 
         harness(argv[1:], engine_for_harness)
         return 0
-    if argv[0] in GONE:
-        raise ValueError(f"{argv[0]} was removed: {GONE[argv[0]]}")
+    if argv[0] in (gone := removed("commands of locret-eval")):
+        raise ValueError(f"{argv[0]} was removed: {gone[argv[0]]}")
     if argv[0].isidentifier():
         check_name("command", argv[0], [*COMMANDS, "lm_eval"])
     if argv[0] not in COMMANDS:

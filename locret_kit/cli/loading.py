@@ -121,8 +121,8 @@ class ModelChoice:
                     times = f"{len(ids) // window} times the model's window of {window:,}"
                     lines.append(f"warning: {len(ids):,} tokens are {times}: single facts are often missed{again}")
             lines.append(None if run.one_shot else reading_time(model, ids, resolved.chunk))
-            for said in filter(None, lines):
-                say(said)
+            for line in filter(None, lines):
+                say(line)
         return run
 
     def cache(
@@ -197,8 +197,8 @@ def generation_of(args: InferOptions | AskOptions | ChatOptions) -> dict[str, An
 
 def remarks(answer: Answer, args: Generation) -> Iterator[str]:
     """Lines about an answer whose thought or text was cut, once it has ended."""
-    if said := closed(answer.thought):
-        yield said
+    if notice := closed(answer.thought):
+        yield notice
     if answer.finish_reason == "length":
         yield f"the answer was cut after max_new_tokens={args.max_new_tokens}"
 

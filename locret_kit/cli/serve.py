@@ -70,7 +70,7 @@ def run(args: ServeOptions) -> int:
     if read_protect(args.run.protect) - {"first"}:
         raise ValueError(f"protect={args.run.protect!r}: the server supports 'first' only")
     keys, hosts = keys_of(args), hosts_of(args)
-    if wrong := next((one for one in args.cors_origins if one != ANY and not ORIGIN.fullmatch(one)), None):
+    if wrong := next((origin for origin in args.cors_origins if origin != ANY and not ORIGIN.fullmatch(origin)), None):
         raise ValueError(f"cors_origins={wrong!r} must be an origin, such as http://localhost:3000, or *")
     loading = LoadingApp()
     failed: list[Exception] = []

@@ -198,7 +198,6 @@ class BatchPrompt(Generation):
             raise ValueError("give text and question together; to continue a text, give it as prompt")
 
 
-_READ_ONCE = "locret-read FILE -o X.locret reads a text once, and locret-ask X.locret answers about it"
 INFER = Command(
     "locret-infer",
     InferOptions,
@@ -206,14 +205,6 @@ INFER = Command(
     ("file", "question", "model", "ckpt", "budget", "policy", "max_new_tokens", "batch", "report", "quiet"),
     positional=("file",),
     short={"-o": "--out"},
-    gone={
-        "save_cache": _READ_ONCE,
-        "cache": _READ_ONCE,
-        "question_file": 'the shell reads files: --question "$(cat FILE)"',
-        "gpu_memory": "locret-plan --gpu-memory SIZE says which --chunk and --budget fit",
-        "graph": "CUDA graphs are replayed where they can be; Answer(..., graph=False) decodes without",
-        "decode_every": "decoded tokens are evicted when the buffers are full",
-    },
 )
 
 
@@ -354,7 +345,6 @@ ASK = Command(
     "BOOK.locret [QUESTION ...] [--key value | key=value ...]",
     ("book", "question", "question_file", "model", "ckpt", "max_new_tokens", "temperature", "json", "force", "quiet"),
     positional=("book", "question"),
-    gone={"graph": "CUDA graphs are replayed where they can be; Document.ask(..., graph=False) decodes without"},
 )
 KEPT = Command(
     "locret-kept",

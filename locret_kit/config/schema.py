@@ -58,8 +58,6 @@ class Command(Generic[T]):
     """Options by short flag, such as ``{"-o": "--out"}``."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Options by alias."""
-    gone: Mapping[str, str] = field(default_factory=dict)
-    """Removed options, sections and values (``name=value``), and their replacements."""
     complete: Callable[[Values], Values] = dict
     """Function that completes the given values before the options are built."""
 
@@ -266,7 +264,7 @@ def given_by(command: Command[T], argv: list[str]) -> Values:
     known = {**options_of(command.schema), "config": Option("config", str)}
     texts: dict[str, list[str]] = {}
     for name, text in _pairs(command, known, argv):
-        refuse_gone(command.gone, name, text)
+        refuse_removed(command, name, text)
         if name not in known:
             meant = command.positional and any(word.partition("=")[0] == name for word in argv)  # such as "E=mc2?"
             raise UsageError(unknown(name, known) + "; put a text with = in it after --" * bool(meant))
@@ -330,8 +328,17 @@ def unknown(name: str, known: Mapping[str, Option], where: str = "") -> str:
     return f"unknown key {name!r}{where}.{near} --help all lists the options"
 
 
-def refuse_gone(gone: Mapping[str, str], name: str, value: object, where: str = "") -> None:
+@cache
+def removed(section: str) -> dict[str, str]:
+    """Removed words of a section of ``removed.yaml``, and their replacements."""
+    tree = read_yaml(Path(__file__).with_name("removed.yaml"), "removed.yaml").get(section, {})
+    assert isinstance(tree, dict)
+    return {word: replacement for words, replacement in tree.items() for word in words.split()}
+
+
+def refuse_removed(command: Command[T], name: str, value: object, where: str = "") -> None:
     """Raise UsageError for a removed name, section or ``name=value``, with its replacement."""
+    gone = removed(command.name)
     for word in (name, name.partition(".")[0], f"{name}={value}"):
         if word in gone:
             flag = f"--{word.replace('_', '-')}" if word == name and word.isidentifier() else word
@@ -362,7 +369,7 @@ def values_of(command: Command[T], tree: Values, where: str) -> Values:
     """
     known, values = options_of(command.schema), flattened(tree)
     for name, value in values.items():
-        refuse_gone(command.gone, name, value, where)
+        refuse_removed(command, name, value, where)
         if name not in known:
             raise ValueError(unknown(name, known, where))
     return {name: known[name].read(value, where) for name, value in values.items()}

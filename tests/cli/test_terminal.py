@@ -62,6 +62,6 @@ def test_an_answer_does_not_command_a_terminal(monkeypatch):
 def test_a_thought_is_one_line_that_grows(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Screen())
     pieces = [ThoughtPiece("So it "), ThoughtPiece("is red."), "Red", " indeed."]
-    assert [*command.folded(pieces)] == ["Red", " indeed."]
+    assert [*command.collapse(pieces)] == ["Red", " indeed."]
     dim = "\r\033[2mthought: {} words\033[0m"
     assert sys.stderr.getvalue() == dim.format(2) + dim.format(4) * 2 + "\n"
