@@ -81,13 +81,9 @@ def read_prompts(batch: Path) -> dict[str, tuple[Name, object]]:
 def value_of(line: bytes, number: int) -> object:
     """A line's value, or the ValueError that says why there is none."""
     try:
-        value = parse_json(line, f"line {number}")
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return ValueError(f"line {number} holds half of a character (a surrogate)")
+        return parse_json(line, f"line {number}", strict=True)
     except ValueError as error:
         return error
-    return value
 
 
 def key_of(name: object) -> str:

@@ -106,23 +106,25 @@ class ModelChoice:
         """The settings, with a budget for the text if none was given. ``turns``: additional slots for a
         conversation. ``say`` gets lines to show before a long prefill: the budget, a warning of too few slots for
         facts, and the expected time."""
+        resolved = run.resolved(self.published, len(ids))
         lines: list[str | None] = []
+        budget = resolved.budget
         if run.budget is None and self.evicts:
-            budget, line = budget_of_text(model, self.policy, run, self.published, len(ids), turns)
+            budget, line = budget_of_text(model, self.policy, resolved, len(ids), turns)
             run, lines = replace(run, budget=budget), [line]
-        if say is not None:
-            resolved = run.resolved(self.published, len(ids))
-            if self.evicts and self.policy.recall is None:
-                few = too_few(resolved.budget, len(ids))
-                lines.append(few and f"warning: {few}")
-                window = getattr(text_config(model), "max_position_embeddings", None) or len(ids)
-                if len(ids) >= MANY_WINDOWS * window and self.policy.reread is None:
-                    again = "; --policy rereading-locret finds more" if self.heads is not None else ""
-                    times = f"{len(ids) // window} times the model's window of {window:,}"
-                    lines.append(f"warning: {len(ids):,} tokens are {times}: single facts are often missed{again}")
-            lines.append(None if run.one_shot else reading_time(model, ids, resolved.chunk))
-            for line in filter(None, lines):
-                say(line)
+        if say is None:
+            return run
+        if self.evicts and self.policy.recall is None:
+            few = too_few(budget, len(ids))
+            lines.append(few and f"warning: {few}")
+            window = getattr(text_config(model), "max_position_embeddings", None) or len(ids)
+            if len(ids) >= MANY_WINDOWS * window and self.policy.reread is None:
+                again = "; --policy rereading-locret finds more" if self.heads is not None else ""
+                times = f"{len(ids) // window} times the model's window of {window:,}"
+                lines.append(f"warning: {len(ids):,} tokens are {times}: single facts are often missed{again}")
+        lines.append(None if run.one_shot else reading_time(model, ids, resolved.chunk))
+        for line in filter(None, lines):
+            say(line)
         return run
 
     def cache(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -20,8 +20,8 @@ from ..backbones.weights import check_weight_bits, weight_bits_of
 from ..cache.bounded import BoundedCache
 from ..naming import UNITS, show
 from ..policies import Policy
-from ..settings import RunSettings
-from ..validation import validate, validate_fields
+from ..settings import Resolved
+from ..validation import validate_fields
 from .inference_plan import (
     ITEM_BYTES,
     BackboneSizes,
@@ -47,7 +47,7 @@ class TrainSetting:
     answer: Positive = 64
     batch: Positive = 1
     """Samples of one forward (``data.batch``), padded to the longest."""
-    dtype: str = "bfloat16"
+    dtype: Dtype = "bfloat16"
     """Type of the backbone; heads, their gradients and AdamW's two moments are float32."""
     d_hidden: Positive = 1024
     block: Positive = 64
@@ -60,7 +60,6 @@ class TrainSetting:
         if self.answer >= self.tokens:
             raise ValueError(f"answer={self.answer} must be below tokens={self.tokens}")
         check_weight_bits(self.weight_bits)
-        validate("dtype", Dtype, self.dtype)
 
     def __str__(self) -> str:
         samples = f"{self.batch} samples of " if self.batch > 1 else ""
@@ -246,9 +245,8 @@ class explain_oom:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, torch.OutOfMemoryError):
             raise OutOfMemory(_advice(str(error), self.model, self.cache, self.tokens)) from error
-        if isinstance(error, RuntimeError) and (
-            match := re.search(r"tried to allocate (\d+) bytes", str(error))
-        ):  # a CPU's
+        match = re.search(r"tried to allocate (\d+) bytes", str(error))  # a CPU's words
+        if isinstance(error, RuntimeError) and match:
             budget, asked = self.cache.schedule.budget, show(int(match[1]))
             raise OutOfMemory(
                 f"out of memory: {asked} were asked for at once, with budget={budget}: a smaller one takes less"
@@ -302,21 +300,14 @@ MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def budget_of_text(
-    model: PreTrainedModel,
-    policy: Policy,
-    run: RunSettings,
-    published: Mapping[str, object],
-    tokens: int,
-    turns: int = 0,
+    model: PreTrainedModel, policy: Policy, least: Resolved, tokens: int, turns: int = 0
 ) -> tuple[int, str]:
     """Slots for a text of ``tokens`` tokens, and one line with the reason.
 
-    A quarter of the text, but at least the budget without a text: the heads' published budget, or ``settings.BUDGET``. Above
-    it, at most the room that compact positions have in the backbone's window, and at most half of the free memory. The
-    ``turns`` of a conversation have slots in addition.
+    A quarter of the text, but at least the budget without a text, that of ``least``. Above it, at most the room that compact
+    positions have in the backbone's window, and at most half of the free memory. The ``turns`` of a conversation have slots in
+    addition.
     """
-    least = run.resolved(published, tokens)
-    assert isinstance(least.budget, int)
     limits = {"a quarter of them": tokens // PER_SLOT}
     window = getattr(text_config(model), "max_position_embeddings", None)
     if window is not None and least.positions in (None, "compact"):

@@ -87,10 +87,8 @@ def test_reading_once_and_asking_equals_fresh_runs(use, book):
     assert (status, out) == (0, fresh[1])
 
 
-@pytest.mark.parametrize("flag", ["--question-file={out}/asked", "--question-file=-"])
-def test_questions_from_a_file_and_answers_as_json(use, book, tmp_path, flag):
-    lines = f"{QUESTIONS[0]}\n\n  {QUESTIONS[1]}\n"
-    (tmp_path / "asked").write_text(lines)
+def test_questions_from_stdin_and_answers_as_json(use, book):
+    lines, flag = f"{QUESTIONS[0]}\n\n  {QUESTIONS[1]}\n", "--question-file=-"
     fresh = answers(use, "long.txt", "--ckpt", "heads", *RUN)
     status, out, err = use("ask", str(book), flag, "--json", "--max-new-tokens", "5", "--quiet", stdin=lines)
     assert (status, err) == (0, "")
