@@ -130,9 +130,9 @@ def main(argv: list[str] | None = None) -> int:
 
         harness(argv[1:], engine_for_harness)
         return 0
-    if argv[0] in (gone := removed("commands of locret-eval")):
-        raise ValueError(f"{argv[0]} was removed: {gone[argv[0]]}")
     if argv[0].isidentifier():
+        if replacement := removed("commands of locret-eval").get(argv[0]):
+            raise ValueError(f"{argv[0]} was removed: {replacement}")
         check_name("command", argv[0], [*COMMANDS, "lm_eval"])
     if argv[0] not in COMMANDS:
         return run(argv)
