@@ -83,11 +83,6 @@ class Option:
         """Whether its value may be left out."""
         return bool in alternatives(self.annotation)
 
-    @property
-    def repeatable(self) -> bool:
-        """Whether it may be given several times."""
-        return any(isinstance(item, Repeatable) for item in metadata_of(self.annotation))
-
     @cached_property
     def help(self) -> str:
         """The docstring under the field, on one line."""
@@ -100,13 +95,6 @@ class Option:
         if self.is_switch:
             return (f"--no-{flag}", f"--{flag}") if self.default else (f"--{flag}", f"--no-{flag}")
         return (f"--{flag} " + ("|".join(map(str, names)) or self.name.rpartition(".")[2].upper()),)
-
-    @property
-    def ending(self) -> str:
-        """What follows the help: the default of a number, a text or a list."""
-        if self.default is MISSING:
-            return " (required)"
-        return "" if self.is_switch or self.default in (None, []) else f" (default: {self.default})".replace("'", "")
 
     def read(self, value: object, where: str = "") -> object:
         """A valid value from a text, or from a value of YAML.
@@ -203,7 +191,11 @@ def help_of(command: Command[T], *, everything: bool = False) -> str:
             else:
                 first, *others = re.split(r"(?<=\.) (?=[A-Z])", words)
                 words = " ".join([first, *(text for text in others if text.startswith("Default:"))]).rstrip(".")
-            lines += textwrap.wrap(words + option.ending, width, initial_indent=head, subsequent_indent=" " * column)
+            if option.default is MISSING:
+                words += " (required)"
+            elif not option.is_switch and option.default not in (None, []):
+                words += f" (default: {option.default})".replace("'", "")
+            lines += textwrap.wrap(words, width, initial_indent=head, subsequent_indent=" " * column)
     if not everything:
         more = f"--help all: {len(known) - len(main)} more options. " if len(main) < len(known) else ""
         return "\n".join([*lines, "", f"{more}--config FILE, --print-config, --version: in every command."])
@@ -216,10 +208,8 @@ def groups_of(command: Command[T]) -> list[tuple[str, list[Option]]]:
     """Titles of groups of options with their options, in the order of the help."""
     order = {kind: place for place, kind in enumerate(command.schema.__mro__)}
     options = sorted(options_of(command.schema).values(), key=lambda option: order.get(option.owner, -1))
-    groups = groupby(
-        options, key=lambda option: inspect.cleandoc(option.owner.__doc__ or "").splitlines()[0].rstrip(".")
-    )
-    return [(title, [*group]) for title, group in groups]
+    groups = [(owner.__doc__ or "", [*group]) for owner, group in groupby(options, key=lambda option: option.owner)]
+    return [(inspect.cleandoc(title).partition("\n")[0].rstrip("."), group) for title, group in groups]
 
 
 def read(command: Command[T], argv: list[str]) -> T | None:
@@ -270,12 +260,13 @@ def given_by(command: Command[T], argv: list[str]) -> Values:
             raise UsageError(unknown(name, known) + "; put a text with = in it after --" * bool(meant))
         texts.setdefault(name, []).append(text)
     values: Values = {}
-    for name, (first, *others) in texts.items():
-        if others and not known[name].repeatable:
-            raise UsageError(f"{name} is given twice: {name}={first} and {name}={others[0]}")
-        if not first.strip() and not known[name].repeatable:
+    for name, words in texts.items():
+        repeatable = any(isinstance(item, Repeatable) for item in metadata_of(known[name].annotation))
+        if len(words) > 1 and not repeatable:
+            raise UsageError(f"{name} is given twice: {name}={words[0]} and {name}={words[1]}")
+        if not words[0].strip() and not repeatable:
             raise ValueError(f"{name} is empty: give it a value, or leave it out")
-        values[name] = known[name].read([first, *others] if known[name].repeatable else first)
+        values[name] = known[name].read(words if repeatable else words[0])
     if file := values.pop("config", None):
         return values_of(command, read_yaml(Path(str(file)), f"config={file}"), f" in config={file}") | values
     return values

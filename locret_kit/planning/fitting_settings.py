@@ -21,7 +21,7 @@ from ..cache.bounded import BoundedCache
 from ..naming import UNITS, show
 from ..policies import Policy
 from ..settings import Resolved
-from ..validation import validate_fields
+from ..validation import validate, validate_fields
 from .inference_plan import (
     ITEM_BYTES,
     BackboneSizes,
@@ -47,7 +47,7 @@ class TrainSetting:
     answer: Positive = 64
     batch: Positive = 1
     """Samples of one forward (``data.batch``), padded to the longest."""
-    dtype: Dtype = "bfloat16"
+    dtype: str = "bfloat16"
     """Type of the backbone; heads, their gradients and AdamW's two moments are float32."""
     d_hidden: Positive = 1024
     block: Positive = 64
@@ -60,6 +60,7 @@ class TrainSetting:
         if self.answer >= self.tokens:
             raise ValueError(f"answer={self.answer} must be below tokens={self.tokens}")
         check_weight_bits(self.weight_bits)
+        validate("dtype", Dtype, self.dtype)
 
     def __str__(self) -> str:
         samples = f"{self.batch} samples of " if self.batch > 1 else ""
