@@ -124,8 +124,7 @@ def entry(
         args = read(options, sys.argv[1:] if argv is None else argv)
         if args is None:
             return 0
-        if isinstance(args, Plugin):
-            args.load_plugin()
+        load_plugin(args)
         named = args.backend if isinstance(args, RunSettings) else None
         if named is not None and named not in choices(annotations_of(RunSettings)["backend"]):
             from ..cache.backend import BACKENDS
@@ -139,6 +138,14 @@ def entry(
         return run(args)
 
     return main
+
+
+def load_plugin(args: object) -> None:
+    """Register the policies of a plugin that options name. Raises ValueError: it is not there, or fails."""
+    if isinstance(args, Plugin) and args.plugin is not None:
+        from ..policies import registry
+
+        registry.load_plugin(args.plugin)
 
 
 to_stdout = partial(print, end="", flush=True)

@@ -12,7 +12,7 @@ from ..config import eval_options as options
 from ..config.schema import Command, read, removed
 from ..files import write_json
 from ..naming import check_name, install_line
-from .command import command
+from .command import command, load_plugin
 
 if TYPE_CHECKING:
     from ..evals.engine import Row
@@ -31,7 +31,7 @@ def run(argv: list[str]) -> int:
     draws = find_spec("matplotlib") is not None
     if not draws:
         print(f"locret-eval: no figures and no page without matplotlib: {install_line('eval')}", file=sys.stderr)
-    config.load_plugin()
+    load_plugin(config)
     check_policies(config.policies, config.kv_bits)
     parts = load_parts(config)
     settings = run_config(config, parts)

@@ -18,6 +18,7 @@ from ..evals.tasks import find_tasks
 from ..heads import RetainingHeads
 from ..runtime.report import weights_hash
 from ..settings import PUBLISHED, Resolved, read_protect
+from .loading import set_template
 
 CONFIG = "config.json"
 
@@ -136,7 +137,7 @@ def load_setup(config: EvalConfig, parts: EvalParts) -> Setup:
     if device in (None, "auto", "cuda") and torch.cuda.is_available():  # a device of its own for each local process
         device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"
     model, tokenizer = load_backbone(parts.model, dtype=config.dtype, device=device, adapter=adapter, weight_bits=bits)
-    config.set_template(tokenizer)
+    set_template(tokenizer, config)
     for checkpoint in parts.heads.values():
         checkpoint.check_backbone(describe(model).spec)
         checkpoint.to(model.device, model.dtype)

@@ -3,6 +3,7 @@ after all other checks."""
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from ..policies.grammar import parse_policy
 from ..policies.registry import UNTRAINED, Stabilizers
 from ..runtime.session import Answer, Sampling, closed
 from ..settings import RunSettings, read_protect, too_few
-from ..text.template import has_template, protected_spans, render_prompt
+from ..text.template import DEFAULTS, has_template, protected_spans, render_messages, render_prompt, thinking_arguments
 from ..text.tokens import stream_ids
 from ..text.untrusted import Span, defused_pieces
 
@@ -79,7 +80,7 @@ class ModelChoice:
         """The tokenizer, with the chat template's arguments. Raises ValueError, OSError: it or the device is not there."""
         pick_device(machine.device)  # before a long text is tokenised
         tokenizer = load_tokenizer(self.backbone)
-        machine.set_template(tokenizer)
+        set_template(tokenizer, machine)
         return tokenizer
 
     def load(
@@ -182,6 +183,25 @@ def resolve_choice(
     adapter, warning = choose_adapter(config.adapter if config else None, adapter)
     warnings[:0] = warning, other_backbone(config.backbone, name) if config else None
     return ModelChoice(name, heads, chosen, adapter, tuple(filter(None, warnings)), ckpt)
+
+
+def set_template(tokenizer: PreTrainedTokenizerBase, machine: Machine) -> None:
+    """Set the arguments of the tokenizer's chat template.
+
+    Raises:
+        ValueError: invalid JSON, or an argument that the template does not take.
+    """
+    if machine.template_kwargs is None and machine.think is None and machine.reasoning_effort is None:
+        return
+    try:
+        arguments = json.loads(machine.template_kwargs or "{}")
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"template_kwargs={machine.template_kwargs!s:.64} must be a JSON object")
+    arguments |= thinking_arguments(tokenizer, machine.think, machine.reasoning_effort)
+    render_messages(tokenizer, [{"role": "user", "content": "?"}], arguments=arguments)
+    setattr(tokenizer, DEFAULTS, arguments)
 
 
 def sampling_of(args: Generation) -> Sampling:
