@@ -26,11 +26,9 @@ from ..files import read_utf8
 from ..hub import OneRetryLine
 from ..naming import first_line, install_line, prefixed_errors
 from ..processes import choose_threads
-from ..settings import RunSettings
 from ..text.converters import ENCODED, LIMIT, is_encoded
 from ..text.folder import read_folder
 from ..text.reader import convert, is_converted
-from ..validation import annotations_of, choices
 
 if TYPE_CHECKING:
     from ..runtime.session import Answer
@@ -125,11 +123,6 @@ def entry(
         if args is None:
             return 0
         load_plugin(args)
-        named = args.backend if isinstance(args, RunSettings) else None
-        if named is not None and named not in choices(annotations_of(RunSettings)["backend"]):
-            from ..cache.backend import BACKENDS
-
-            _ = BACKENDS[named]  # before a backbone is loaded
         if isinstance(args, Backbone) and args.list_policies:
             from ..policies.grammar import describe_policies
 

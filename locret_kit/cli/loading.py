@@ -17,6 +17,7 @@ from .. import shipped
 from ..backbones import demo, probe
 from ..backbones.load import choose_adapter, load_backbone, load_tokenizer, other_backbone, pick_device
 from ..backbones.spec import text_config
+from ..cache.backend import BACKENDS
 from ..cache.bounded import BoundedCache
 from ..cache.due import Schedule
 from ..cache.storage.codec import check_storage
@@ -167,6 +168,8 @@ def resolve_choice(
     warnings: list[str | None] = []
     if run is not None:  # before anything big is loaded
         check_storage(run.kv_bits, chosen)
+        if run.backend is not None:
+            _ = BACKENDS[run.backend]  # raises for a name that nobody has
         if run.one_shot:
             why = "with --one-shot, which evicts once, after the whole prompt"
             refuse(run, ("chunk", "stabilizers", "local_len"), why)

@@ -75,6 +75,7 @@ CACHES = [
     *product(POLICIES, ["gemma3"], [None]),
     *product(["streaming"], OTHERS, [None]),
     *product(IN_BITS, ["llama"], [4, 2]),
+    ("h2o", "gemma3", 4),
 ]
 
 
