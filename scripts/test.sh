@@ -11,7 +11,6 @@ cd "$root"
 if [ "${1:-}" != --fast ]; then
     python scripts/fetch_backbone.py
     missing=()
-    command -v tmux >/dev/null || missing+=(tmux) # the chat's terminal
     command -v chromium >/dev/null || missing+=(chromium) # the pages' browser
     if [ ${#missing[@]} -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
         { apt-get -qq update && apt-get -qq install --yes "${missing[@]}"; } >&2 || echo "${missing[*]}: not installed" >&2

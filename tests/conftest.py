@@ -24,7 +24,7 @@ WHOLE = (
     "test_training::test_it_learns_and_exports", "test_infer_cli::test_answers_and_reports",
     "test_eval_runner::test_a_run_writes_rows_and_summary", "test_serving::test_an_answer_whole_and_streamed",
     "test_serve_command::test_curl", "test_light_install::test_help_needs_no_extra_and_loads_nothing_heavy",
-    "test_light_install::test_an_answer_and_a_plan_need_no_extra",
+    "test_light_install::test_an_answer_and_a_plan_need_no_extra_and_a_training_names_its_own",
 )  # fmt: skip
 """Files and tests that ``--fast`` runs: imports, pages and their commands, and each command once. None needs the demo backbone, a
 browser or a terminal."""

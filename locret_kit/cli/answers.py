@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from functools import cache, partial
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ..backbones.load import choose_precision, load_tokenizer, pick_device
+from ..backbones.load import choose_precision
 from ..cache.bounded import BoundedCache
 from ..config.infer_options import BatchPrompt, Generation, InferOptions, Name
 from ..documents.document import Document
 from ..files import write_json
 from ..heads import RetainingHeads
 from ..naming import first_line, prefixed_errors
-from ..runtime.engine import run as answered
+from ..runtime.engine import run
 from ..runtime.report import versions, weights_hash
 from ..runtime.sequence import Request, Sequence
 from ..runtime.session import Answer
@@ -29,7 +30,7 @@ from ..text.template import has_template, render_messages
 from ..text.tokens import answer_text, stream_ids
 from ..validation import build
 from . import loading
-from .command import check_question, evidence_lines, progress, title_of, write_answer
+from .command import check_question, evidence_lines, note, progress, record_of, title_of, write_answer
 
 SHARED = (*(item.name for item in fields(Generation)), "seed")
 """Options that a line may have for itself."""
@@ -43,71 +44,62 @@ def answer_questions(args: InferOptions, text: Iterable[str]) -> int:
     by_length = isinstance(args.budget, float) or args.one_shot
     if args.evidence and (by_length or not args.question):
         raise ValueError("evidence needs a --question, and a --budget in slots without --one-shot")
-    generation, shown = loading.generation_of(args), None if args.quiet else progress
-    say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)
-    pick_device(args.device)  # before a long text is tokenised
+    generation, say = loading.generation_of(args), (lambda line: None) if args.quiet else note
     chosen = loading.resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args, asked=questions != [None])
-    warnings: list[str | None] = [*chosen.warnings]
     say(f"backbone: {chosen.backbone}")
     if questions == [None]:
         say("no --question: the text is continued")
-    if len(questions) > 1 or args.evidence:
-        text = list(text)
-    tokenizer = load_tokenizer(chosen.backbone)
-    args.set_template(tokenizer)
+    text = list(text) if len(questions) > 1 or args.evidence else text
+    tokenizer = chosen.open_tokenizer(args)
     prompts = [loading.prompt_ids(tokenizer, text, question, chat=args.chat) for question in questions]
     say(f"prompt: {' and '.join(str(len(ids)) for ids in prompts)} tokens")
     model, _ = chosen.load(args, tokenizer)
     if args.dtype == "auto":
         say(f"precision: {choose_precision(model.device)}")
-    run = chosen.for_text(args.run, model, max(prompts, key=len), None if args.quiet else say)
+    run = chosen.for_text(args.run, model, max(prompts, key=len), None if args.quiet else note)
+    warnings: list[str | None] = [*chosen.warnings]
 
-    def alone(question: str | None, ids: array[int]) -> Answer:
+    def answer_one(question: str | None, ids: array[int]) -> Answer:
         cache, warning = chosen.cache(run, tokenizer, ids, asked=args.chat and question is not None)
         warnings.append(warning)
         limit = args.max_thought_tokens
         thought = None if question is None else Thought.after(tokenizer, ids, max_tokens=limit)
         return Answer(
             model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=generation["sampling"], seed=args.seed,
-            progress=shown and shown(), thought=thought,
+            progress=None if args.quiet else progress(), thought=thought,
         )  # fmt: skip
 
-    answers = map(alone, questions, prompts)
+    answers = map(answer_one, questions, prompts)
     if args.evidence or (len(questions) > 1 and tokenizer.is_fast and not by_length):
         document = Document.read(
             model, tokenizer, text, run, chosen.policy, chosen.heads, chat=args.chat, title=title_of(args.file),
-            progress=shown and shown(),
+            progress=None if args.quiet else progress(),
         )  # fmt: skip
         warnings.append(loading.not_shown(args.protect, document.protected(document.prompt("?"))))
         answers = map(partial(document.ask, evidence=args.evidence, **generation), args.question)
     reports: list[dict[str, object]] = []
     for question, answer in zip(questions, answers, strict=True):
-        for line in (*warnings, loading.beyond_window(model, answer.cache)) if not reports else ():
-            if line:
-                print(line, file=sys.stderr)
-        write_answer(answer, question if len(questions) > 1 else None, first=not reports, quiet=args.quiet)
+        for line in filter(None, () if reports else (*warnings, loading.beyond_window(model, answer.cache))):
+            note(line)
+        asked = {"question": question} if len(questions) > 1 else {}
+        write_answer(answer, asked.get("question"), first=not reports, quiet=args.quiet)
         for line in evidence_lines(answer):
             print(line)
         for line in (*answer.report.lines(), *loading.remarks(answer, args)):
             say(line)
-        asked = {"question": question} if len(questions) > 1 else {}
-        said = {"answer": str(answer), "finish_reason": answer.finish_reason}
-        said |= {"thought": answer.thought_text} if answer.thought_text else {}
-        said |= {"evidence": [asdict(one) for one in shown]} if (shown := answer.evidence) else {}
-        reports.append({**asked, **answer.report.to_dict(), **said})
+        reports.append({**asked, **answer.report.to_dict(), **record_of(answer)})
     if args.report:
-        found = reports[0] if len(reports) == 1 else {"answers": reports}
-        write_json(Path(args.report).resolve(), {**origin_of(chosen, reports[0]["backend"]), **found})
+        figures = reports[0] if len(reports) == 1 else {"answers": reports}
+        write_json(Path(args.report).resolve(), {**origin_of(chosen, reports[0]["backend"]), **figures})
     return 0
 
 
 def origin_of(chosen: loading.ModelChoice, backend: object) -> dict[str, object]:
     """The origin of a report. The heads are read anew for their hash, since the run has cast them."""
     heads = RetainingHeads.from_pretrained(chosen.ckpt, backbone=chosen.backbone) if chosen.ckpt else None
-    hashed = weights_hash(heads) if heads is not None else ""
     return {
-        "model": chosen.backbone, "heads": chosen.ckpt or "-", "heads_hash": hashed, "adapter": chosen.adapter,
-        "backend": str(backend or ""), "versions": versions(),
+        "model": chosen.backbone, "heads": chosen.ckpt or "-", "heads_hash": weights_hash(heads) if heads else "",
+        "adapter": chosen.adapter, "backend": str(backend or ""), "versions": versions(),
     }  # fmt: skip
 
 
@@ -126,10 +118,10 @@ def answer_batch(args: InferOptions, target: Path, lines: dict[str, tuple[Name, 
     loading.sampling_of(args)
     chosen = loading.resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args)
     if not left:
-        print(f"{target} has an answer for each of the {total} prompts", file=sys.stderr)
+        note(f"{target} has an answer for each of the {total} prompts")
         return 0
     model, tokenizer = chosen.load(args)
-    warn = cache(partial(tqdm.write, file=sys.stderr))  # each once
+    warn = functools.cache(partial(tqdm.write, file=sys.stderr))  # each once
     for line in chosen.warnings:
         warn(line)
     errors: list[Name] = []
@@ -144,10 +136,10 @@ def answer_batch(args: InferOptions, target: Path, lines: dict[str, tuple[Name, 
 
         def new_cache(line: Line) -> BoundedCache:
             settings = replace(args.run, seed=line.seed)
-            made, warning = chosen.cache(settings, tokenizer, line.ids, asked=line.asked)
+            cache, warning = chosen.cache(settings, tokenizer, line.ids, asked=line.asked)
             if warning:
                 warn(warning)
-            return made
+            return cache
 
         def requests() -> Iterator[Line]:
             for name, data in left:
@@ -162,11 +154,11 @@ def answer_batch(args: InferOptions, target: Path, lines: dict[str, tuple[Name, 
                 thought = None if prompt.prompt is not None else Thought.after(tokenizer, ids, max_tokens=limit)
                 yield Line(ids, prompt.max_new_tokens, sampling, prompt.seed, name=name, asked=asked, thought=thought)
 
-        for sequence in answered(model, tokenizer, requests(), new_cache, max_running=args.batch_size):
+        for sequence in run(model, tokenizer, requests(), new_cache, max_running=args.batch_size):
             assert isinstance(sequence.request, Line)
-            write(sequence.request.name, **said(sequence, tokenizer))
+            write(sequence.request.name, **record(sequence, tokenizer))
     if errors:
-        print(f"{len(errors)} of {len(left)} prompts have an error, which is in {target}", file=sys.stderr)
+        note(f"{len(errors)} of {len(left)} prompts have an error, which is in {target}")
     return 1 if errors else 0
 
 
@@ -211,14 +203,16 @@ def ids_of(args: InferOptions, prompt: BatchPrompt, tokenizer: PreTrainedTokeniz
     return ids, asked and args.chat
 
 
-def said(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
+def record(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
     """The record of a prompt whose answer has ended."""
     if sequence.error is not None:
         return {"error": first_line(sequence.error)}
-    answered = {"answer": answer_text(tokenizer, sequence.tokens), "finish_reason": sequence.finish_reason}
+    texts = {"text": answer_text(tokenizer, sequence.tokens), "thought": ""}
     if (thought := sequence.request.thought) is not None:
         thought.end()
-        texts = {kind: "".join(one.text for one in thought.events if one.kind == kind) for kind in ("text", "thought")}
-        answered |= {"answer": texts["text"]} | ({"thought": texts["thought"]} if texts["thought"] else {})
-    tokens = {"prompt_tokens": len(sequence.request.ids), "new_tokens": len(sequence.tokens)}
-    return {**answered, **tokens, "first_token_s": round(sequence.first_token_s or 0.0, 4)}
+        texts = {kind: "".join(event.text for event in thought.events if event.kind == kind) for kind in texts}
+    return {
+        "answer": texts["text"], "finish_reason": sequence.finish_reason,
+        **({"thought": texts["thought"]} if texts["thought"] else {}), "prompt_tokens": len(sequence.request.ids),
+        "new_tokens": len(sequence.tokens), "first_token_s": round(sequence.first_token_s or 0.0, 4),
+    }  # fmt: skip

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..cache.file import read_record
 from ..config.infer_options import CHAT, ChatOptions
+from ..config.schema import removed
 from ..files import write_text
 from ..naming import first_line, nearest
-from .command import CONTROLS, check_target, entry, evidence_lines, folded, install_hint, progress, text_of, to_stdout
+from .command import CONTROLS, check_target, collapse, entry, evidence_lines, install_hint, progress, text_of, to_stdout
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -35,6 +36,10 @@ PATIENCE_S = 2
 
 class Stopped(Exception):
     """Ctrl-C, between two pieces of work."""
+
+
+class Left(Exception):
+    """/quit."""
 
 
 class Screen:
@@ -119,7 +124,7 @@ class Screen:
         last = "\n"
         try:
             with closing(pieces):
-                for piece in folded(pieces):
+                for piece in collapse(pieces):
                     to_stdout(piece)
                     last = piece[-1:] or last
                     if self._pressed:
@@ -167,23 +172,6 @@ def line_editor(history_file: str | None) -> PromptSession[str]:
 
 SAVED = ".locret"
 """Extension of documents."""
-COMMANDS = {
-    "read": ("FILE", "read a document, or load a .locret one, and begin a conversation about it"),
-    "thought": ("", "show the thought before the last answer"),
-    "undo": ("", "forget the last turn"),
-    "retry": ("", "ask the last message again"),
-    "save": ("FILE", "a .locret file: the document; .md: the conversation"),
-    "help": ("", "list the commands"),
-    "quit": ("", "leave; so does Ctrl-D"),
-}
-"""Arguments and meaning of each command, a method of ``Talk``."""
-GONE = {
-    "kept": "/save BOOK.locret, and locret-kept shows what it holds",
-    "stats": "/save BOOK.locret, and locret-info says its sizes",
-    "budget": "start locret-chat with --budget N",
-    "pin": "--protect names what is never evicted",
-}
-"""Removed commands, and their replacements."""
 
 
 @dataclass
@@ -228,8 +216,9 @@ class Talk:
         for message in self.screen.messages():
             try:
                 with self.screen.working():
-                    if not self.take(message):
-                        return
+                    self.take(message)
+            except Left:
+                return
             except Stopped:
                 self.screen.note("stopped")
             except BrokenPipeError:
@@ -238,19 +227,19 @@ class Talk:
                 hint = install_hint(error) if isinstance(error, ImportError) else ""
                 self.screen.complain(first_line(error) + hint)
 
-    def take(self, message: str) -> bool:
-        """Answer a message or run a command; False after /quit.
+    def take(self, message: str) -> None:
+        """Answer a message or run a command.
 
         Raises:
-            Stopped: by Ctrl-C. ValueError, OSError, ImportError, RuntimeError: errors that the user can fix.
+            Left: /quit. Stopped: by Ctrl-C. ValueError, OSError, ImportError, RuntimeError: errors that the user can fix.
         """
         if not message.startswith("/") or message.startswith("//"):
             self._ask(message.removeprefix("/"))
-            return True
+            return
         name, words = (*message[1:].split(None, 1), "", "")[:2]
         words = words.strip()
-        if name in GONE:
-            raise ValueError(f"/{name} was removed: {GONE[name]}")
+        if name in (gone := removed("commands of locret-chat")):
+            raise ValueError(f"/{name} was removed: {gone[name]}")
         if name not in COMMANDS:
             near = nearest(f"/{name}", [f"/{known}" for known in COMMANDS])
             raise ValueError(f"unknown command '/{name}'.{near or ' /help lists them; // begins a message with /'}")
@@ -258,10 +247,8 @@ class Talk:
         if words and not argument:
             raise ValueError(f"/{name} takes no arguments, not {words!r}")
         if argument and not words:
-            raise ValueError(f"/{name} needs a file: /{name} FILE")
-        if name != "quit":
-            getattr(self, name)(*filter(None, [words]))
-        return name != "quit"
+            raise ValueError(f"/{name} needs a file: /{name} {argument}")
+        getattr(self, name)(*filter(None, [words]))
 
     # ---- answers ---------------------------------------------------------------------------------------------------
 
@@ -279,6 +266,7 @@ class Talk:
                 self.screen.note(line)
 
     def retry(self) -> None:
+        """Ask the last message again."""
         if not self.asked:
             raise ValueError("no question has been asked yet")
         if self.args.temperature == 0:
@@ -288,17 +276,20 @@ class Talk:
         self._stream(self.chat.say(self.asked, progress) if undone else self.chat.retry(progress))
 
     def thought(self) -> None:
+        """Show the thought before the last answer."""
         if not self.chat.turns or not self.chat.turns[-1].thought:
             raise ValueError("the last answer has no thought")
         self.screen.note(self.chat.turns[-1].thought)
 
     def undo(self) -> None:
+        """Forget the last turn."""
         line = " ".join(self.chat.undo().question.split())
         self.screen.note(f"forgotten: {line if len(line) <= 60 else line[:57] + '...'}")
 
     # ---- files -----------------------------------------------------------------------------------------------------
 
     def read(self, file: str) -> None:
+        """Read a document, or load a .locret one, and begin a conversation about it."""
         path = check_file(file)
         if path.suffix != SAVED:
             self.read_text(text_of(str(path)), path.name)
@@ -322,6 +313,7 @@ class Talk:
         self.screen.note(f"read in {time.perf_counter() - began:.1f} s; /save FILE{SAVED} keeps what was read")
 
     def save(self, file: str) -> None:
+        """Save the document as .locret, or the conversation as .md."""
         path = Path(file).expanduser()
         if path.suffix not in (SAVED, ".md"):
             raise ValueError(f"/save needs a file that ends in {SAVED} or .md")
@@ -337,17 +329,29 @@ class Talk:
         self.written.add(path.resolve())
         self.screen.note(f"saved: {path}, {path.stat().st_size / 2**10:.1f} KiB")
 
+    def quit(self) -> None:
+        """Leave; so does Ctrl-D."""
+        raise Left
+
     def help(self) -> None:
+        """List the commands."""
         lines = [f"/{name} {argument}".rstrip() + f"\n    {meaning}" for name, (argument, meaning) in COMMANDS.items()]
         keys = "Enter sends; Alt-Enter, or a backslash at the end, begins another line; Ctrl-C stops an answer."
         self.screen.note("\n".join((*lines, keys, "// begins a message with /.")))
 
     def _markdown(self) -> str:
         """The conversation as Markdown."""
-        said = [("System", self.args.system)] if self.args.system and self.document is None else []
+        turns = [("System", self.args.system)] if self.args.system and self.document is None else []
         for turn in self.chat.turns:
-            said += [("User", turn.question), ("Assistant", turn.answer)]
-        return "\n\n".join(f"## {role}\n\n{text.strip()}" for role, text in said) + "\n"
+            turns += [("User", turn.question), ("Assistant", turn.answer)]
+        return "\n\n".join(f"## {role}\n\n{text.strip()}" for role, text in turns) + "\n"
+
+
+COMMANDS = {
+    name: ("FILE" if name in ("read", "save") else "", getattr(Talk, name).__doc__)
+    for name in ("read", "thought", "undo", "retry", "save", "help", "quit")
+}
+"""Arguments and meaning of each command, a method of ``Talk``."""
 
 
 def check_file(file: str) -> Path:
@@ -363,7 +367,7 @@ def run(args: ChatOptions) -> int:
     file = check_file(args.file) if args.file is not None else None
     saved = file is not None and file.suffix == SAVED
     text: Iterable[str] = ()
-    if file is not None:  # before torch is imported: a file that is wrong is said at once
+    if file is not None:  # before torch is imported: a file that is wrong is turns at once
         if saved:
             read_record(file)
         else:

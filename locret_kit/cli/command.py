@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from functools import partial, wraps
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
@@ -26,11 +27,9 @@ from ..files import read_utf8
 from ..hub import OneRetryLine
 from ..naming import first_line, install_line, prefixed_errors
 from ..processes import choose_threads
-from ..settings import RunSettings
 from ..text.converters import ENCODED, LIMIT, is_encoded
 from ..text.folder import read_folder
 from ..text.reader import convert, is_converted
-from ..validation import annotations_of, choices
 
 if TYPE_CHECKING:
     from ..runtime.session import Answer
@@ -74,12 +73,9 @@ def command(
     """
     mendable: tuple[type[Exception], ...] = (ValueError, OSError, ImportError, *also)
 
-    def say(words: object) -> None:
-        print(f"{name}: {words}", file=sys.stderr)
-
-    def say_newer() -> None:
-        for line in newer():
-            say(line)
+    def say(*lines: str) -> None:
+        for line in lines:
+            note(f"{name}: {line}")
 
     def decorate(main: Callable[P, int]) -> Callable[P, int]:
         @wraps(main)
@@ -98,14 +94,14 @@ def command(
             except mendable as error:
                 say(first_line(error) + (install_hint(error) if isinstance(error, ImportError) else ""))
                 if not isinstance(error, ValueError | OSError):  # as a library raises them that is not as we know it
-                    say_newer()
+                    say(*newer())
                 return usage if isinstance(error, UsageError) else 1
             except Exception:
-                say_newer()
+                say(*newer())
                 raise
             except KeyboardInterrupt:
                 if stopped:
-                    print(f"\n{name}: {stopped}", file=sys.stderr)
+                    note(f"\n{name}: {stopped}")
                 return 130
 
         return guarded
@@ -127,13 +123,7 @@ def entry(
         args = read(options, sys.argv[1:] if argv is None else argv)
         if args is None:
             return 0
-        if isinstance(args, Plugin):
-            args.load_plugin()
-        named = args.backend if isinstance(args, RunSettings) else None
-        if named is not None and named not in choices(annotations_of(RunSettings)["backend"]):
-            from ..cache.backend import BACKENDS
-
-            _ = BACKENDS[named]  # before a backbone is loaded
+        load_plugin(args)
         if isinstance(args, Backbone) and args.list_policies:
             from ..policies.grammar import describe_policies
 
@@ -144,12 +134,25 @@ def entry(
     return main
 
 
+def load_plugin(args: object) -> None:
+    """Register the policies of a plugin that options name. Raises ValueError: it is not there, or fails."""
+    if isinstance(args, Plugin) and args.plugin is not None:
+        from ..policies import registry
+
+        registry.load_plugin(args.plugin)
+
+
 to_stdout = partial(print, end="", flush=True)
 
 
-def to_stderr(line: str) -> None:
+def note(line: object) -> None:
+    """Say something that is no answer, on stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def warn(line: str) -> None:
     """Warn in one line."""
-    print(f"warning: {line}", file=sys.stderr, flush=True)
+    note(f"warning: {line}")
 
 
 def text_of(file: str | None, include: Sequence[str] = ()) -> Iterator[str]:
@@ -163,7 +166,7 @@ def text_of(file: str | None, include: Sequence[str] = ()) -> Iterator[str]:
     source, name = ("stdin", "stdin") if file in (None, "-") else (f"file={file!r}", str(file))
     if source != "stdin" and Path(name).is_dir():
         with prefixed_errors(source, OSError):
-            return iter([*read_folder(name, include, to_stderr)])
+            return iter([*read_folder(name, include, warn)])
     if include:
         raise ValueError(f"include={include[0]!r} chooses files of a folder, and {source} is none")
     if source == "stdin" and sys.stdin.isatty():
@@ -177,7 +180,7 @@ def text_of(file: str | None, include: Sequence[str] = ()) -> Iterator[str]:
                     f"{source} holds tensors, not text: if locret-read wrote it, ask about it with locret-ask"
                 )
             if is_converted(name, first):
-                return iter([convert(first + stream.read(LIMIT), name, lost=to_stderr)])
+                return iter([convert(first + stream.read(LIMIT), name, lost=warn)])
             blocks = _blocks(stream, first, source, opened.pop_all())
             return iter([*blocks]) if stream.seekable() or not first else blocks
         except OSError as error:
@@ -192,7 +195,7 @@ def _blocks(stream: BinaryIO, first: bytes, source: str, opened: ExitStack) -> I
         for block in read_utf8(stream, first=first):
             blank = blank and not block.strip()
             if not encoded and (encoded := is_encoded(block)):
-                to_stderr(f"{source}: {ENCODED}")
+                warn(f"{source}: {ENCODED}")
             yield block
     if blank:
         raise ValueError(f"{source} has no text: name another file, or pipe a text with < FILE")
@@ -255,7 +258,7 @@ def write_answer(
     """Write an answer to stdout while it is made, below its question where one is given."""
     if question is not None:
         to_stdout("" if first else "\n", f"question: {question}\n", sep="")
-    for piece in folded(answer, quiet=quiet):
+    for piece in collapse(answer, quiet=quiet):
         to_stdout(piece)
     to_stdout("\n")
 
@@ -266,7 +269,7 @@ def evidence_lines(answer: Answer) -> list[str]:
     return ["evidence:", *shown] if shown else []
 
 
-def folded(pieces: Iterable[str], *, quiet: bool = False) -> Iterator[str]:
+def collapse(pieces: Iterable[str], *, quiet: bool = False) -> Iterator[str]:
     """Pieces of an answer without its thought, and for a terminal without control characters, which it may quote from a text.
     stderr gets one dim line with the thought's length, and a terminal shows it in progress."""
     from ..runtime.session import ThoughtPiece
@@ -289,3 +292,10 @@ def folded(pieces: Iterable[str], *, quiet: bool = False) -> Iterator[str]:
         yield piece.translate(CONTROLS) if sys.stdout.isatty() else piece
     if words:
         line("\n")
+
+
+def record_of(answer: Answer) -> dict[str, object]:
+    """An answer, read to its end, as a record of JSON."""
+    record: dict[str, object] = {"answer": str(answer), "finish_reason": answer.finish_reason}
+    record |= {"evidence": [asdict(passage) for passage in shown]} if (shown := answer.evidence) else {}
+    return record | ({"thought": answer.thought_text} if answer.thought_text else {})

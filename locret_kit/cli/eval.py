@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import eval_options as options
-from ..config.schema import Command, read
+from ..config.schema import Command, read, removed
 from ..files import write_json
 from ..naming import check_name, install_line
-from .command import command
+from .command import command, load_plugin
 
 if TYPE_CHECKING:
     from ..evals.engine import Row
@@ -31,7 +31,7 @@ def run(argv: list[str]) -> int:
     draws = find_spec("matplotlib") is not None
     if not draws:
         print(f"locret-eval: no figures and no page without matplotlib: {install_line('eval')}", file=sys.stderr)
-    config.load_plugin()
+    load_plugin(config)
     check_policies(config.policies, config.kv_bits)
     parts = load_parts(config)
     settings = run_config(config, parts)
@@ -80,16 +80,11 @@ def chosen_rows(config: options.RowsConfig) -> list[Row]:
     from ..evals.engine import read_rows
     from ..evals.tasks import haystack_name, row_names
 
-    haystacks = {haystack_name(haystack) for haystack in config.haystacks}
-    tasks = {name for task in config.tasks for name in row_names(task)}
-    budgets = [0, *config.budgets] if config.budgets else []
     wanted = {
-        "task": tasks,
-        "haystack": haystacks,
-        "policy": config.policies,
-        "budget": budgets,
-        "length": config.lengths,
-    }
+        "task": {name for task in config.tasks for name in row_names(task)},
+        "haystack": {haystack_name(haystack) for haystack in config.haystacks},
+        "policy": config.policies, "budget": [0, *config.budgets] if config.budgets else [], "length": config.lengths,
+    }  # fmt: skip
     rows = [*read_rows(config.out)]
     for name, some in wanted.items():
         rows = [row for row in rows if not some or getattr(row, name) in some]
@@ -122,14 +117,6 @@ COMMANDS: dict[str, tuple[Command[Any], Callable[[Any], None]]] = {
 """Options of each subcommand, and what shows its result."""
 
 
-GONE = {
-    "benchmark": "a run for each task and length, then locret-eval paired",
-    "kept": "locret-kept shows what a saved text has kept",
-    "summary": "locret-eval report writes it, beside the page",
-}
-"""Removed commands, and their replacements."""
-
-
 @command("locret-eval", stopped="stopped; the same command continues", also=(RuntimeError,))
 def main(argv: list[str] | None = None) -> int:
     """Returns exit status 0; 1 after a reported error or a failed example; 130 after Ctrl-C."""
@@ -143,9 +130,9 @@ def main(argv: list[str] | None = None) -> int:
 
         harness(argv[1:], engine_for_harness)
         return 0
-    if argv[0] in GONE:
-        raise ValueError(f"{argv[0]} was removed: {GONE[argv[0]]}")
     if argv[0].isidentifier():
+        if replacement := removed("commands of locret-eval").get(argv[0]):
+            raise ValueError(f"{argv[0]} was removed: {replacement}")
         check_name("command", argv[0], [*COMMANDS, "lm_eval"])
     if argv[0] not in COMMANDS:
         return run(argv)

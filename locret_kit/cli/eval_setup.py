@@ -18,6 +18,7 @@ from ..evals.tasks import find_tasks
 from ..heads import RetainingHeads
 from ..runtime.report import weights_hash
 from ..settings import PUBLISHED, Resolved, read_protect
+from .loading import set_template
 
 CONFIG = "config.json"
 
@@ -42,7 +43,8 @@ class EvalParts:
     def facts(self) -> dict[str, dict[str, object]]:
         """Facts of each heads' checkpoint for ``config.json``."""
         return {
-            name: {"weights": self.hashes[name], "inference": one.config.inference} for name, one in self.heads.items()
+            name: {"weights": self.hashes[name], "inference": checkpoint.config.inference}
+            for name, checkpoint in self.heads.items()
         }
 
 
@@ -59,16 +61,16 @@ def load_parts(config: EvalConfig) -> EvalParts:
         raise ValueError(f"ckpt={config.ckpt} must end in different names: rows tell heads apart by them")
     first = next(iter(heads.values()), None)
     model = config.model or (first.config.backbone if first else "")
-    for name, one in heads.items():
-        if not config.model and one.config.backbone != model:
-            raise ValueError(f"ckpt={name} is for {one.config.backbone}, not for {model}: give model=NAME")
+    for name, checkpoint in heads.items():
+        if not config.model and checkpoint.config.backbone != model:
+            raise ValueError(f"ckpt={name} is for {checkpoint.config.backbone}, not for {model}: give model=NAME")
     adapter = _adapter(config.adapter, heads)
     if RANDOM_HEADS in config.policies:
         if first is None:
             raise ValueError(f"policy={RANDOM_HEADS} takes its sizes from heads: give ckpt=PATH_OR_REPO")
         torch.manual_seed(config.seed)
         heads[UNTRAINED] = RetainingHeads(first.config)
-    return EvalParts(model, adapter, heads, {name: weights_hash(one) for name, one in heads.items()})
+    return EvalParts(model, adapter, heads, {name: weights_hash(checkpoint) for name, checkpoint in heads.items()})
 
 
 def _adapter(given: str | None, heads: Mapping[str, RetainingHeads]) -> str | None:
@@ -77,13 +79,13 @@ def _adapter(given: str | None, heads: Mapping[str, RetainingHeads]) -> str | No
     Raises:
         ValueError: none is given, and heads were trained with different ones.
     """
-    recorded = [one.config.adapter for one in heads.values()]
+    recorded = [checkpoint.config.adapter for checkpoint in heads.values()]
     adapter, _ = choose_adapter(recorded[0] if recorded else None, given)
-    for name, one in heads.items():
-        _, warning = choose_adapter(one.config.adapter, adapter or "none")
+    for name, checkpoint in heads.items():
+        _, warning = choose_adapter(checkpoint.config.adapter, adapter or "none")
         if warning and given is None:
             raise ValueError(
-                f"ckpt={name} was trained with adapter={one.config.adapter or 'none'}, others with {adapter or 'none'}: "
+                f"ckpt={name} was trained with adapter={checkpoint.config.adapter or 'none'}, others with {adapter or 'none'}: "
                 "evaluate them apart, or give adapter=NAME or adapter=none"
             )
         if warning:
@@ -135,11 +137,11 @@ def load_setup(config: EvalConfig, parts: EvalParts) -> Setup:
     if device in (None, "auto", "cuda") and torch.cuda.is_available():  # a device of its own for each local process
         device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"
     model, tokenizer = load_backbone(parts.model, dtype=config.dtype, device=device, adapter=adapter, weight_bits=bits)
-    config.set_template(tokenizer)
-    for one in parts.heads.values():
-        one.check_backbone(describe(model).spec)
-        one.to(model.device, model.dtype)
-    published = {name: one.config.inference for name, one in parts.heads.items()}
+    set_template(tokenizer, config)
+    for checkpoint in parts.heads.values():
+        checkpoint.check_backbone(describe(model).spec)
+        checkpoint.to(model.device, model.dtype)
+    published = {name: checkpoint.config.inference for name, checkpoint in parts.heads.items()}
     return Setup(
         model, tokenizer, parts.model, lambda variant, tokens: settings_of(config, published, variant, tokens), 
         parts.heads, parts.hashes, parts.adapter, chat=config.chat, ending=config.ending, seed=config.seed,
@@ -157,10 +159,10 @@ def settings_of(
         ValueError: checkpoints differ in a setting that a policy without heads takes from them; names it.
     """
     given = replace(config.run, budget=variant.budget or None)
-    scaled = {name: given.resolved(one, prompt_length) for name, one in (published or {"-": {}}).items()}
+    scaled = {name: given.resolved(theirs, prompt_length) for name, theirs in (published or {"-": {}}).items()}
     settings = scaled.get(variant.heads, next(iter(scaled.values())))
     for name in PUBLISHED[1:] if variant.budget and variant.heads not in scaled else ():
-        if len(several := {getattr(one, name) for one in scaled.values()}) > 1:
+        if len(several := {getattr(settings, name) for settings in scaled.values()}) > 1:
             values = " and ".join(sorted(map(str, several)))
             raise ValueError(f"policy={variant.policy}: the checkpoints have {name}={values}: give {name}=...")
     return settings

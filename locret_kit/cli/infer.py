@@ -30,13 +30,13 @@ def run(args: InferOptions) -> int:
 
             return answer_batch(args, *batch)
     refuse(args, ("out", "batch_size"), "without --batch")
-    for one in args.question:
-        check_question(one)
+    for question in args.question:
+        check_question(question)
     if args.report:
         check_target(Path(args.report), "report", source=args.file)
     if not args.question:
         refuse(args, ("chat",), "without --question: the text is then the whole prompt")
-    text = text_of(args.file, args.include)  # before torch is imported: a name that is wrong is said at once
+    text = text_of(args.file, args.include)  # before torch is imported: a name that is wrong is twice at once
     from .answers import answer_questions
 
     return answer_questions(args, text)
@@ -62,32 +62,28 @@ def read_prompts(batch: Path) -> dict[str, tuple[Name, object]]:
         raise ValueError(f"batch={str(batch)!r} must be a file or a pipe")
     with prefixed_errors("batch", OSError):
         data = batch.read_bytes()
-    found: dict[str, tuple[Name, object]] = {}
+    prompts: dict[str, tuple[Name, object]] = {}
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
             continue
         value = value_of(line, number)
         name = value.get("id") if isinstance(value, dict) else None
         name = name if isinstance(name, str) or type(name) is int else number
-        if (key := key_of(name)) in found:
-            said = f"id {key} occurs twice (a prompt without one has its line's number)"
-            raise ValueError(f"batch={str(batch)!r}: {said}")
-        found[key] = name, value
-    if not found:
+        if (key := key_of(name)) in prompts:
+            twice = f"id {key} occurs twice (a prompt without one has its line's number)"
+            raise ValueError(f"batch={str(batch)!r}: {twice}")
+        prompts[key] = name, value
+    if not prompts:
         raise ValueError(f"batch={str(batch)!r} holds no prompts")
-    return found
+    return prompts
 
 
 def value_of(line: bytes, number: int) -> object:
     """A line's value, or the ValueError that says why there is none."""
     try:
-        value = parse_json(line, f"line {number}")
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return ValueError(f"line {number} holds half of a character (a surrogate)")
+        return parse_json(line, f"line {number}", strict=True)
     except ValueError as error:
         return error
-    return value
 
 
 def key_of(name: object) -> str:

@@ -3,6 +3,7 @@ after all other checks."""
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import shipped
 from ..backbones import demo, probe
-from ..backbones.load import choose_adapter, load_backbone, other_backbone
+from ..backbones.load import choose_adapter, load_backbone, load_tokenizer, other_backbone, pick_device
 from ..backbones.spec import text_config
+from ..cache.backend import BACKENDS
 from ..cache.bounded import BoundedCache
 from ..cache.due import Schedule
 from ..cache.storage.codec import check_storage
@@ -31,7 +33,7 @@ from ..policies.grammar import parse_policy
 from ..policies.registry import UNTRAINED, Stabilizers
 from ..runtime.session import Answer, Sampling, closed
 from ..settings import RunSettings, read_protect, too_few
-from ..text.template import has_template, protected_spans, render_prompt
+from ..text.template import DEFAULTS, has_template, protected_spans, render_messages, render_prompt, thinking_arguments
 from ..text.tokens import stream_ids
 from ..text.untrusted import Span, defused_pieces
 
@@ -75,6 +77,13 @@ class ModelChoice:
         """Whether a budget bounds the kept slots."""
         return not self.policy.keeps_everything
 
+    def open_tokenizer(self, machine: Machine) -> PreTrainedTokenizerBase:
+        """The tokenizer, with the chat template's arguments. Raises ValueError, OSError: it or the device is not there."""
+        pick_device(machine.device)  # before a long text is tokenised
+        tokenizer = load_tokenizer(self.backbone)
+        set_template(tokenizer, machine)
+        return tokenizer
+
     def load(
         self, machine: Machine, tokenizer: PreTrainedTokenizerBase | None = None
     ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -83,11 +92,11 @@ class ModelChoice:
         Raises:
             ValueError, OSError: it cannot be loaded, or the heads have other shapes.
         """
-        model, tokenizer = load_backbone(
+        tokenizer = tokenizer or self.open_tokenizer(machine)
+        model, _ = load_backbone(
             self.backbone, dtype=machine.dtype, device=machine.device, adapter=self.adapter,
             weight_bits=machine.weight_bits, tokenizer=tokenizer,
         )  # fmt: skip
-        machine.set_template(tokenizer)
         if self.heads is not None:
             self.heads.check_backbone(probe.describe(model).spec)
         return model, tokenizer
@@ -99,23 +108,25 @@ class ModelChoice:
         """The settings, with a budget for the text if none was given. ``turns``: additional slots for a
         conversation. ``say`` gets lines to show before a long prefill: the budget, a warning of too few slots for
         facts, and the expected time."""
+        resolved = run.resolved(self.published, len(ids))
         lines: list[str | None] = []
+        budget = resolved.budget
         if run.budget is None and self.evicts:
-            budget, line = budget_of_text(model, self.policy, run, self.published, len(ids), turns)
+            budget, line = budget_of_text(model, self.policy, resolved, len(ids), turns)
             run, lines = replace(run, budget=budget), [line]
-        if say is not None:
-            resolved = run.resolved(self.published, len(ids))
-            if self.evicts and self.policy.recall is None:
-                few = too_few(resolved.budget, len(ids))
-                lines.append(few and f"warning: {few}")
-                window = getattr(text_config(model), "max_position_embeddings", None) or len(ids)
-                if len(ids) >= MANY_WINDOWS * window and self.policy.reread is None:
-                    again = "; --policy rereading-locret finds more" if self.heads is not None else ""
-                    times = f"{len(ids) // window} times the model's window of {window:,}"
-                    lines.append(f"warning: {len(ids):,} tokens are {times}: single facts are often missed{again}")
-            lines.append(None if run.one_shot else reading_time(model, ids, resolved.chunk))
-            for said in filter(None, lines):
-                say(said)
+        if say is None:
+            return run
+        if self.evicts and self.policy.recall is None:
+            few = too_few(budget, len(ids))
+            lines.append(few and f"warning: {few}")
+            window = getattr(text_config(model), "max_position_embeddings", None) or len(ids)
+            if len(ids) >= MANY_WINDOWS * window and self.policy.reread is None:
+                again = "; --policy rereading-locret finds more" if self.heads is not None else ""
+                times = f"{len(ids) // window} times the model's window of {window:,}"
+                lines.append(f"warning: {len(ids):,} tokens are {times}: single facts are often missed{again}")
+        lines.append(None if run.one_shot else reading_time(model, ids, resolved.chunk))
+        for line in filter(None, lines):
+            say(line)
         return run
 
     def cache(
@@ -157,6 +168,8 @@ def resolve_choice(
     warnings: list[str | None] = []
     if run is not None:  # before anything big is loaded
         check_storage(run.kv_bits, chosen)
+        if run.backend is not None:
+            _ = BACKENDS[run.backend]  # raises for a name that nobody has
         if run.one_shot:
             why = "with --one-shot, which evicts once, after the whole prompt"
             refuse(run, ("chunk", "stabilizers", "local_len"), why)
@@ -175,6 +188,25 @@ def resolve_choice(
     return ModelChoice(name, heads, chosen, adapter, tuple(filter(None, warnings)), ckpt)
 
 
+def set_template(tokenizer: PreTrainedTokenizerBase, machine: Machine) -> None:
+    """Set the arguments of the tokenizer's chat template.
+
+    Raises:
+        ValueError: invalid JSON, or an argument that the template does not take.
+    """
+    if machine.template_kwargs is None and machine.think is None and machine.reasoning_effort is None:
+        return
+    try:
+        arguments = json.loads(machine.template_kwargs or "{}")
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"template_kwargs={machine.template_kwargs!s:.64} must be a JSON object")
+    arguments |= thinking_arguments(tokenizer, machine.think, machine.reasoning_effort)
+    render_messages(tokenizer, [{"role": "user", "content": "?"}], arguments=arguments)
+    setattr(tokenizer, DEFAULTS, arguments)
+
+
 def sampling_of(args: Generation) -> Sampling:
     """Options of sampling. Raises ValueError for values out of bounds."""
     return Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
@@ -190,8 +222,8 @@ def generation_of(args: InferOptions | AskOptions | ChatOptions) -> dict[str, An
 
 def remarks(answer: Answer, args: Generation) -> Iterator[str]:
     """Lines about an answer whose thought or text was cut, once it has ended."""
-    if said := closed(answer.thought):
-        yield said
+    if notice := closed(answer.thought):
+        yield notice
     if answer.finish_reason == "length":
         yield f"the answer was cut after max_new_tokens={args.max_new_tokens}"
 

@@ -70,7 +70,7 @@ def run(args: ServeOptions) -> int:
     if read_protect(args.run.protect) - {"first"}:
         raise ValueError(f"protect={args.run.protect!r}: the server supports 'first' only")
     keys, hosts = keys_of(args), hosts_of(args)
-    if wrong := next((one for one in args.cors_origins if one != ANY and not ORIGIN.fullmatch(one)), None):
+    if wrong := next((origin for origin in args.cors_origins if origin != ANY and not ORIGIN.fullmatch(origin)), None):
         raise ValueError(f"cors_origins={wrong!r} must be an origin, such as http://localhost:3000, or *")
     loading = LoadingApp()
     failed: list[Exception] = []
@@ -86,16 +86,10 @@ def run(args: ServeOptions) -> int:
         host = f"[{args.host}]" if ":" in args.host else args.host
         print(f"http://{host}:{listener.getsockname()[1]}", file=sys.stderr, flush=True)
         logging.basicConfig(level=logging.INFO, format="%(message)s")
-        config = uvicorn.Config(
-            loading,
-            http=HeaderTimeout,
-            ws="none",
-            lifespan="off",
-            log_config=None,  # its own would close the handlers of others
-            log_level="warning",
-            access_log=False,
+        config = uvicorn.Config(  # uvicorn's own log_config would close the handlers of others
+            loading, http=HeaderTimeout, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False,
             timeout_graceful_shutdown=math.ceil(args.grace) + LAST,
-        )
+        )  # fmt: skip
         served = Stoppable(config, lambda: loading.stop(args.grace))
         threading.Thread(target=opened, name="locret-load", daemon=True).start()  # Ctrl-C does not wait for it
         served.run([listener])
@@ -125,11 +119,10 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     limits = Limits(
         args.max_prompt_tokens, args.max_answer_tokens, documents=args.documents, strict=args.strict_max_tokens
     )
+    server = Server(None, name, keys, tuple(args.policies), limits, hosts, frozenset(args.cors_origins))
     store = None
     if args.session_dir is not None:
         store = Store(args.session_dir, parse_bytes(args.session_disk, "session_disk"))
-    server = Server(None, name, keys, tuple(args.policies), limits, hosts, frozenset(args.cors_origins))
-    if store is not None:
         server.salt = store.salt
     loading.put(make_app(server), server.stop)
     model, tokenizer = chosen.load(args)
@@ -142,8 +135,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     spec, dtype = describe(model).spec, str(model.dtype).removeprefix("torch.")
     caches = Caches.of(
         spec, Setting(args.max_prompt_tokens, settings, dtype=dtype), engine.spec.policies,
-        args.sessions * (1 + (args.thoughts == "dropped")),  # of each a copy stays
-                args.documents, args.shared_prefixes,
+        args.sessions * (1 + (args.thoughts == "dropped")), args.documents, args.shared_prefixes,  # of each a copy stays
     )  # fmt: skip
     server.limits = replace(limits, upload_bytes=max(limits.upload_bytes, 2 * (caches.each + caches.stored)))
     server.restore(engine)

@@ -41,9 +41,9 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def out_of_memory(said: str, cfg: TrainConfig) -> str:
+def out_of_memory(message: str, cfg: TrainConfig) -> str:
     """One line for PyTorch's out-of-memory error."""
-    first = said.splitlines()[0].replace("[enforce fail at alloc_cpu.cpp", "out of memory [alloc_cpu.cpp")
+    first = message.splitlines()[0].replace("[enforce fail at alloc_cpu.cpp", "out of memory [alloc_cpu.cpp")
     return f"{first}, with data.max_tokens={cfg.data.max_tokens} and data.batch={cfg.data.batch}; resume=auto continues"
 
 

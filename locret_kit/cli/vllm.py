@@ -14,7 +14,7 @@ from ..config.serve_options import VLLM, VllmOptions, shared_out
 from ..naming import show
 from ..vllm.refusals import DOCUMENTS, check_version, refuse
 from ..vllm.startup import refusals
-from .command import command
+from .command import command, load_plugin
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     args = read(VLLM, ours)
     if args is None:
         return 0
-    args.load_plugin()
+    load_plugin(args)
     return run(args, theirs)
 
 

@@ -158,30 +158,12 @@ EVAL = Command(
     "tasks=[...] out=FOLDER [key=value ...]\n       locret-eval SUBCOMMAND [key=value ...]",
     ("tasks", "out", "policies", "budgets", "lengths", "samples", "ckpt", "model", "haystacks", "data"),
     NOTES,
-    gone={
-        "wording": "a text of your own is a haystack or a file of questions",
-        "offset": "chunk=256 and others move a prompt against the chunks",
-        "retry": "every rerun repeats failed examples",
-    },
 )
-PAIRED = Command("locret-eval", PairedConfig, "paired out=FOLDER against=LABEL [figure=NAME] [key=value ...]")
-FIGURE = Command(
-    "locret-eval",
-    FigureConfig,
-    "figure NAME out=FOLDER [key=value ...]",
-    positional=("name",),
-    gone=dict.fromkeys(
-        ("formats", "width", "height", "font", "title", "x"), "figures are PNG and SVG, the numbers summary.csv"
-    ),
-)
-TABLE = Command(
-    "locret-eval",
-    RowsConfig,
-    "table out=FOLDER [key=value ...]",
-    gone=dict.fromkeys(("format", "interval"), "summary.csv has every number, with Wilson's interval in low and high"),
-)
-REPORT = Command("locret-eval", FolderConfig, "report out=FOLDER")
-TASKS = Command("locret-eval", NoConfig, "tasks")
+PAIRED = Command("locret-eval paired", PairedConfig, "out=FOLDER against=LABEL [figure=NAME] [key=value ...]")
+FIGURE = Command("locret-eval figure", FigureConfig, "NAME out=FOLDER [key=value ...]", positional=("name",))
+TABLE = Command("locret-eval table", RowsConfig, "out=FOLDER [key=value ...]")
+REPORT = Command("locret-eval report", FolderConfig, "out=FOLDER")
+TASKS = Command("locret-eval tasks", NoConfig, "")
 
 FROZEN_KEYS = (
     *(item.name for item in fields(RunSettings) if item.name not in EvalConfig.HIDDEN),

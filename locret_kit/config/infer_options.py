@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Interval
 
 from ..settings import Count, RunSettings, Slots, Thoughts
 from ..validation import Description, validate_fields
 from .schema import Command, Repeatable
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -25,13 +21,6 @@ class Plugin:
 
     plugin: str | None = None
     """A module or a Python file that defines your own policies."""
-
-    def load_plugin(self) -> None:
-        """Register the plugin's policies."""
-        if self.plugin is not None:
-            from ..policies import registry
-
-            registry.load_plugin(self.plugin)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,26 +40,6 @@ class Machine(Plugin):
     """Amount of thinking, in the chat template's words: low, medium or high."""
     weight_bits: Literal[8, 4] | None = None
     """Quantise the layers' weights to n bits with bitsandbytes while loading. Default: no quantisation."""
-
-    def set_template(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Set the arguments of the tokenizer's chat template.
-
-        Raises:
-            ValueError: invalid JSON, or an argument that the template does not take.
-        """
-        if self.template_kwargs is None and self.think is None and self.reasoning_effort is None:
-            return
-        from ..text.template import DEFAULTS, render_messages, thinking_arguments
-
-        try:
-            arguments = json.loads(self.template_kwargs or "{}")
-        except ValueError:
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise ValueError(f"template_kwargs={self.template_kwargs!s:.64} must be a JSON object")
-        arguments |= thinking_arguments(tokenizer, self.think, self.reasoning_effort)
-        render_messages(tokenizer, [{"role": "user", "content": "?"}], arguments=arguments)
-        setattr(tokenizer, DEFAULTS, arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +176,6 @@ class BatchPrompt(Generation):
             raise ValueError("give text and question together; to continue a text, give it as prompt")
 
 
-_READ_ONCE = "locret-read FILE -o X.locret reads a text once, and locret-ask X.locret answers about it"
 INFER = Command(
     "locret-infer",
     InferOptions,
@@ -215,14 +183,6 @@ INFER = Command(
     ("file", "question", "model", "ckpt", "budget", "policy", "max_new_tokens", "batch", "report", "quiet"),
     positional=("file",),
     short={"-o": "--out"},
-    gone={
-        "save_cache": _READ_ONCE,
-        "cache": _READ_ONCE,
-        "question_file": 'the shell reads files: --question "$(cat FILE)"',
-        "gpu_memory": "locret-plan --gpu-memory SIZE says which --chunk and --budget fit",
-        "graph": "CUDA graphs are replayed where they can be; Answer(..., graph=False) decodes without",
-        "decode_every": "decoded tokens are evicted when the buffers are full",
-    },
 )
 
 
@@ -363,7 +323,6 @@ ASK = Command(
     "BOOK.locret [QUESTION ...] [--key value | key=value ...]",
     ("book", "question", "question_file", "model", "ckpt", "max_new_tokens", "temperature", "json", "force", "quiet"),
     positional=("book", "question"),
-    gone={"graph": "CUDA graphs are replayed where they can be; Document.ask(..., graph=False) decodes without"},
 )
 KEPT = Command(
     "locret-kept",

@@ -13,34 +13,8 @@ from pathlib import Path
 from ..backbones.gguf import bare_name
 from ..files import read_yaml
 from ..naming import nearest, show
-from .schema import Command, UsageError, Values, assemble, given_by, refuse_gone, values_of
+from .schema import Command, UsageError, Values, assemble, given_by, refuse_removed, values_of
 from .train_options import TrainConfig
-
-_TRIED = """gates trains=end_to_end data.queries data.replay_chunk heads.form target.window target.values target.queries
-target.kind=log_mass recipe=smollm2-135m-end-to-end recipe=smollm2-135m-fast-kvzip recipe=smollm2-135m-indexmem
-recipe=smollm2-135m-kvpop recipe=smollm2-135m-kvzap recipe=smollm2-135m-trim-kv"""
-_LOSSES = "loss.budgets loss.temperature loss.kind=mse loss.kind=bce_rank loss.kind=bce_mass loss.kind=boundary"
-_CONSTANTS = "target.floor loss.top_fraction data.repetitive optim.betas trainer.log_every pool.gate"
-_AUTO = """recipe=deepseek-v2-lite recipe=lfm2-1.2b recipe=nemotron3-nano-30b-a3b recipe=olmo3-7b recipe=qwen3-30b-a3b
-recipe=qwen3.5-35b-a3b recipe=smollm3-3b"""
-RETIRED = {
-    **dict.fromkeys(
-        _TRIED.split(), "tried and left (docs/explanation/targets.md); commit 4ec06cb is the last that has it"
-    ),
-    **dict.fromkeys(
-        _LOSSES.split(), "loss.kind=NAME with plugin=FILE.py brings a loss of your own (docs/tutorials/train.md)"
-    ),
-    **dict.fromkeys(_CONSTANTS.split(), "nobody changed it, and it has its default"),
-    **dict.fromkeys(_AUTO.split(), "model=ID, its id on the Hub, takes recipe=auto, as it did"),
-    "loss.beta": "loss.kind=smooth_l1(beta=0.5)",
-    "trials": "run locret-train once for each setting, with an out of its own",
-    "recipe=smollm2-135m-lora": "recipe=smollm2-135m backbone.adapter=ADAPTER infer.policy=null",
-    "recipe=phi3-mini-narrow": "recipe=phi3-mini heads.d_hidden=256",
-    "recipe=phi3-mini-longalign": "recipe=phi3-mini data.sources=[THUDM/LongAlign-10k]",
-    "recipe=phi3-mini-antihaystack": "recipe=phi3-mini data.sources=[wenbopan/anti-haystack] data.val_samples=0 optim.steps=2424",
-}
-"""Words of ``locret-train`` that there were, and what does their work: by key, section, or ``key=value``."""
-
 
 AUTO = "auto"
 """The recipe of a model that is named without one."""
@@ -135,7 +109,6 @@ TRAIN = Command(
     "recipe=NAME [key=value ...]\n       locret-train model=NAME [key=value ...]",
     ("recipe", *MAIN.split()),
     aliases={"model": "backbone.model"},
-    gone=RETIRED,
     complete=partial(with_recipe, choose=choose_for_device),
 )
 
@@ -160,7 +133,7 @@ def read_recipe(recipe: str, below: tuple[str, ...] = ()) -> Recipe:
     Raises:
         ValueError: no such recipe, invalid content, or a circle of bases.
     """
-    refuse_gone(RETIRED, "recipe", recipe)
+    refuse_removed(TRAIN, "recipe", recipe)
     path = Path(recipe) if recipe.endswith((".yaml", ".yml")) else recipes_folder() / f"{recipe}.yaml"
     if not recipe.endswith((".yaml", ".yml")) and recipe not in (known := known_recipes()):
         raise ValueError(f"recipe={recipe} is unknown; known: {', '.join(known)}.{nearest(recipe, known)}")

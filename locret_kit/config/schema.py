@@ -58,8 +58,6 @@ class Command(Generic[T]):
     """Options by short flag, such as ``{"-o": "--out"}``."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Options by alias."""
-    gone: Mapping[str, str] = field(default_factory=dict)
-    """Removed options, sections and values (``name=value``), and their replacements."""
     complete: Callable[[Values], Values] = dict
     """Function that completes the given values before the options are built."""
 
@@ -85,11 +83,6 @@ class Option:
         """Whether its value may be left out."""
         return bool in alternatives(self.annotation)
 
-    @property
-    def repeatable(self) -> bool:
-        """Whether it may be given several times."""
-        return any(isinstance(item, Repeatable) for item in metadata_of(self.annotation))
-
     @cached_property
     def help(self) -> str:
         """The docstring under the field, on one line."""
@@ -102,13 +95,6 @@ class Option:
         if self.is_switch:
             return (f"--no-{flag}", f"--{flag}") if self.default else (f"--{flag}", f"--no-{flag}")
         return (f"--{flag} " + ("|".join(map(str, names)) or self.name.rpartition(".")[2].upper()),)
-
-    @property
-    def ending(self) -> str:
-        """What follows the help: the default of a number, a text or a list."""
-        if self.default is MISSING:
-            return " (required)"
-        return "" if self.is_switch or self.default in (None, []) else f" (default: {self.default})".replace("'", "")
 
     def read(self, value: object, where: str = "") -> object:
         """A valid value from a text, or from a value of YAML.
@@ -205,7 +191,11 @@ def help_of(command: Command[T], *, everything: bool = False) -> str:
             else:
                 first, *others = re.split(r"(?<=\.) (?=[A-Z])", words)
                 words = " ".join([first, *(text for text in others if text.startswith("Default:"))]).rstrip(".")
-            lines += textwrap.wrap(words + option.ending, width, initial_indent=head, subsequent_indent=" " * column)
+            if option.default is MISSING:
+                words += " (required)"
+            elif not option.is_switch and option.default not in (None, []):
+                words += f" (default: {option.default})".replace("'", "")
+            lines += textwrap.wrap(words, width, initial_indent=head, subsequent_indent=" " * column)
     if not everything:
         more = f"--help all: {len(known) - len(main)} more options. " if len(main) < len(known) else ""
         return "\n".join([*lines, "", f"{more}--config FILE, --print-config, --version: in every command."])
@@ -218,10 +208,8 @@ def groups_of(command: Command[T]) -> list[tuple[str, list[Option]]]:
     """Titles of groups of options with their options, in the order of the help."""
     order = {kind: place for place, kind in enumerate(command.schema.__mro__)}
     options = sorted(options_of(command.schema).values(), key=lambda option: order.get(option.owner, -1))
-    groups = groupby(
-        options, key=lambda option: inspect.cleandoc(option.owner.__doc__ or "").splitlines()[0].rstrip(".")
-    )
-    return [(title, [*group]) for title, group in groups]
+    groups = [(owner.__doc__ or "", [*group]) for owner, group in groupby(options, key=lambda option: option.owner)]
+    return [(inspect.cleandoc(title).partition("\n")[0].rstrip("."), group) for title, group in groups]
 
 
 def read(command: Command[T], argv: list[str]) -> T | None:
@@ -253,9 +241,12 @@ def read(command: Command[T], argv: list[str]) -> T | None:
 
 def tree_of(options: DataclassInstance) -> Values:
     """Values of options by name, those of a section in a tree of their own."""
-    names = [item.name for item in fields(options) if item.name not in getattr(options, "HIDDEN", ())]
-    values = {name: getattr(options, name) for name in names}
-    return {name: tree_of(value) if is_dataclass(value) else value for name, value in values.items()}
+    tree: Values = {}
+    for item in fields(options):
+        if item.name not in getattr(options, "HIDDEN", ()):
+            value = getattr(options, item.name)
+            tree[item.name] = tree_of(value) if is_dataclass(type(value)) else value
+    return tree
 
 
 def given_by(command: Command[T], argv: list[str]) -> Values:
@@ -263,18 +254,19 @@ def given_by(command: Command[T], argv: list[str]) -> Values:
     known = {**options_of(command.schema), "config": Option("config", str)}
     texts: dict[str, list[str]] = {}
     for name, text in _pairs(command, known, argv):
-        refuse_gone(command.gone, name, text)
+        refuse_removed(command, name, text)
         if name not in known:
             meant = command.positional and any(word.partition("=")[0] == name for word in argv)  # such as "E=mc2?"
             raise UsageError(unknown(name, known) + "; put a text with = in it after --" * bool(meant))
         texts.setdefault(name, []).append(text)
     values: Values = {}
-    for name, (first, *others) in texts.items():
-        if others and not known[name].repeatable:
-            raise UsageError(f"{name} is given twice: {name}={first} and {name}={others[0]}")
-        if not first.strip() and not known[name].repeatable:
+    for name, words in texts.items():
+        repeatable = any(isinstance(item, Repeatable) for item in metadata_of(known[name].annotation))
+        if len(words) > 1 and not repeatable:
+            raise UsageError(f"{name} is given twice: {name}={words[0]} and {name}={words[1]}")
+        if not words[0].strip() and not repeatable:
             raise ValueError(f"{name} is empty: give it a value, or leave it out")
-        values[name] = known[name].read([first, *others] if known[name].repeatable else first)
+        values[name] = known[name].read(words if repeatable else words[0])
     if file := values.pop("config", None):
         return values_of(command, read_yaml(Path(str(file)), f"config={file}"), f" in config={file}") | values
     return values
@@ -327,8 +319,17 @@ def unknown(name: str, known: Mapping[str, Option], where: str = "") -> str:
     return f"unknown key {name!r}{where}.{near} --help all lists the options"
 
 
-def refuse_gone(gone: Mapping[str, str], name: str, value: object, where: str = "") -> None:
+@cache
+def removed(section: str) -> dict[str, str]:
+    """Removed words of a section of ``removed.yaml``, and their replacements."""
+    tree = read_yaml(Path(__file__).with_name("removed.yaml"), "removed.yaml").get(section, {})
+    assert isinstance(tree, dict)
+    return {word: replacement for words, replacement in tree.items() for word in words.split()}
+
+
+def refuse_removed(command: Command[T], name: str, value: object, where: str = "") -> None:
     """Raise UsageError for a removed name, section or ``name=value``, with its replacement."""
+    gone = removed(command.name)
     for word in (name, name.partition(".")[0], f"{name}={value}"):
         if word in gone:
             flag = f"--{word.replace('_', '-')}" if word == name and word.isidentifier() else word
@@ -359,7 +360,7 @@ def values_of(command: Command[T], tree: Values, where: str) -> Values:
     """
     known, values = options_of(command.schema), flattened(tree)
     for name, value in values.items():
-        refuse_gone(command.gone, name, value, where)
+        refuse_removed(command, name, value, where)
         if name not in known:
             raise ValueError(unknown(name, known, where))
     return {name: known[name].read(value, where) for name, value in values.items()}

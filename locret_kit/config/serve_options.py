@@ -75,21 +75,10 @@ class ServeOptions(Service, Backbone, RunSettings, Machine):
     HIDDEN: ClassVar[tuple[str, ...]] = ("one_shot", "decode_every", "list_policies")
 
 
-_PREFIXES = "its name is --shared-prefixes now"
-_SAMPLING = "a request says it, or the backbone's generation_config.json"
 SERVE = Command(
     "locret-serve",
     ServeOptions,
     main=("model", "ckpt", "budget", "policy", "host", "port", "sessions", "documents", "session_dir", "api_key_file"),
-    gone={
-        "share_session_dir": "a folder of sessions is one server's, docs/howto/scale.md says how several share the work",
-        "share_beginnings": "each API key has its own",
-        "beginnings": _PREFIXES,
-        "queue": "64 requests may wait, whatever --sessions is",
-        **dict.fromkeys(("top_p", "top_k", "min_p"), _SAMPLING),
-        "one_shot": "a conversation has no last chunk that is known before",
-        "decode_every": "decoded tokens are evicted when the buffers are full",
-    },
 )
 
 
@@ -195,8 +184,4 @@ PLAN = Command(
     PlanOptions,
     "--model NAME --gpu-memory SIZE [--key value | key=value ...]",
     ("model", "gpu_memory", "context", "budget", "chunk", "kv_bits", "weight_bits", "sessions"),
-    gone={
-        **dict.fromkeys(("speed", "gpu"), "scripts/launches.py counts launches and bytes of a layer"),
-        "beginnings": _PREFIXES,
-    },
 )

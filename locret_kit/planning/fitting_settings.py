@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +20,7 @@ from ..backbones.weights import check_weight_bits, weight_bits_of
 from ..cache.bounded import BoundedCache
 from ..naming import UNITS, show
 from ..policies import Policy
-from ..settings import RunSettings
+from ..settings import Resolved
 from ..validation import validate, validate_fields
 from .inference_plan import (
     ITEM_BYTES,
@@ -199,21 +199,21 @@ def choose_step(
         DoesNotFit: a sample of ``SHORTEST`` tokens, or the one that is given, is above the cap.
     """
 
-    def plan(**sizes: int) -> Plan:
-        return plan_training(backbone, replace(setting, **sizes))
+    def plan(tokens: int, batch: int) -> Plan:
+        return plan_training(backbone, replace(setting, tokens=tokens, batch=batch))
 
-    single, low = {"batch": batch or 1}, setting.answer + 1
+    least, low = batch or 1, setting.answer + 1
     if tokens is None:
-        more = largest(lambda n: plan(tokens=low + n, **single).peak <= cap, setting.tokens - low)
+        more = largest(lambda n: plan(low + n, least).peak <= cap, setting.tokens - low)
         tokens = max((low + more) // SHORTEST, 1) * SHORTEST
-    needed = plan(tokens=tokens, **single)
+    needed = plan(tokens, least)
     if needed.peak > cap:
         raise DoesNotFit(
-            f"a training step of {replace(setting, tokens=tokens, **single)} needs {show(needed.peak)}, "
+            f"a training step of {replace(setting, tokens=tokens, batch=least)} needs {show(needed.peak)}, "
             f"{show(needed.weights)} of them weights, above the {show(cap)} of the device: "
             "choose backbone.weight_bits=4, a smaller model or a larger card"
         )
-    batches = [n for n in range(1, samples + 1) if samples % n == 0 and plan(tokens=tokens, batch=n).peak <= cap]
+    batches = [n for n in range(1, samples + 1) if samples % n == 0 and plan(tokens, n).peak <= cap]
     return replace(setting, tokens=tokens, batch=batch or max(batches))
 
 
@@ -246,9 +246,8 @@ class explain_oom:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, torch.OutOfMemoryError):
             raise OutOfMemory(_advice(str(error), self.model, self.cache, self.tokens)) from error
-        if isinstance(error, RuntimeError) and (
-            match := re.search(r"tried to allocate (\d+) bytes", str(error))
-        ):  # a CPU's
+        match = re.search(r"tried to allocate (\d+) bytes", str(error))  # a CPU's words
+        if isinstance(error, RuntimeError) and match:
             budget, asked = self.cache.schedule.budget, show(int(match[1]))
             raise OutOfMemory(
                 f"out of memory: {asked} were asked for at once, with budget={budget}: a smaller one takes less"
@@ -302,21 +301,14 @@ MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def budget_of_text(
-    model: PreTrainedModel,
-    policy: Policy,
-    run: RunSettings,
-    published: Mapping[str, object],
-    tokens: int,
-    turns: int = 0,
+    model: PreTrainedModel, policy: Policy, least: Resolved, tokens: int, turns: int = 0
 ) -> tuple[int, str]:
     """Slots for a text of ``tokens`` tokens, and one line with the reason.
 
-    A quarter of the text, but at least the budget without a text: the heads' published budget, or ``settings.BUDGET``. Above
-    it, at most the room that compact positions have in the backbone's window, and at most half of the free memory. The
-    ``turns`` of a conversation have slots in addition.
+    A quarter of the text, but at least the budget without a text, that of ``least``. Above it, at most the room that compact
+    positions have in the backbone's window, and at most half of the free memory. The ``turns`` of a conversation have slots in
+    addition.
     """
-    least = run.resolved(published, tokens)
-    assert isinstance(least.budget, int)
     limits = {"a quarter of them": tokens // PER_SLOT}
     window = getattr(text_config(model), "max_position_embeddings", None)
     if window is not None and least.positions in (None, "compact"):

@@ -140,7 +140,7 @@ class BackboneSizes:
 def without_weights(config: PretrainedConfig) -> PreTrainedModel:
     """A language model on the meta device, in float32, whose experts run without numbers; its decoder where transformers has the
     text part of a multimodal model no other way."""
-    kind = next((one for one in (AutoModelForCausalLM, AutoModel) if type(config) in one._model_mapping), None)
+    kind = next((auto for auto in (AutoModelForCausalLM, AutoModel) if type(config) in auto._model_mapping), None)
     if kind is None:
         raise UnsupportedArchitecture(f"model_type={config.model_type!r}: transformers has no model of this part alone")
     with torch.device("meta"):  # of a copy, since transformers writes the type into the configuration
@@ -346,7 +346,9 @@ def store_bytes(spec: BackboneSpec, setting: Setting) -> int:
 
 def full_cache_bytes(spec: BackboneSpec, context: int, dtype: str = "bfloat16") -> int:
     """Bytes of an unbounded cache of ``context`` tokens in full-attention layers and of windows in the others."""
-    numbers = sum((context if one.window is None else min(one.window, context)) * one.row_size for one in spec.layers)
+    numbers = sum(
+        (context if layer.window is None else min(layer.window, context)) * layer.row_size for layer in spec.layers
+    )
     return numbers * ITEM_BYTES[dtype]
 
 
@@ -446,8 +448,8 @@ class Caches:
         """
         refuse_unbounded(*policies)
         settings = [replace(setting, policy=policy) for policy in policies]
-        each = max(cache_bytes(spec, one) for one in settings)
-        stored = max(store_bytes(spec, one) for one in settings)
+        each = max(cache_bytes(spec, each) for each in settings)
+        stored = max(store_bytes(spec, each) for each in settings)
         return cls(each, sessions, documents, shared_prefixes, stored)
 
     @property

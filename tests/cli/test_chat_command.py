@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import os
+import pty
+import select
 import stat
 import sys
-from collections.abc import Callable
-from pathlib import Path
+import time
 
 import pytest
 import torch
+from forked import renew_threads, status_of
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from tiny_tokenizer import TEXT, save_tiny_backbone
-from tmux import Tmux
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret_kit import Chat, Document
-from locret_kit.cli.chat import COMMANDS, GONE, Screen, Stopped, Talk, line_editor, main
+from locret_kit.cli.chat import COMMANDS, Screen, Stopped, Talk, line_editor, main
 from locret_kit.settings import RunSettings
 
-ROOT = Path(__file__).resolve().parents[2]
-HERE = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels"))), "OMP_NUM_THREADS": "1", "TERM": "screen"}
 SETTINGS = ["--chunk", "32", "--history", "128", "--dtype", "float32"]
 
 
@@ -140,7 +139,7 @@ def test_retry_after_an_undone_turn_asks_again(piped):
 
 
 def test_every_command_is_a_method_and_help_names_it(piped):
-    assert all(callable(getattr(Talk, name)) for name in COMMANDS if name != "quit") and not GONE.keys() & vars(Talk)
+    assert all(callable(getattr(Talk, name)) for name in COMMANDS if name != "quit")
     status, _, err = piped("/help\n/quit\nWhat is it?\n")
     assert status == 0 and all(f"/{name}" in err for name in COMMANDS) and "cut after" not in err
 
@@ -160,34 +159,6 @@ def test_what_cannot_work_is_said_before_anything_is_loaded(tmp_path, capsys):
 # ---- a terminal ------------------------------------------------------------------------------------------------------
 
 
-def talk(backbone: str, *words: str, tokens: int = 250) -> list[str]:
-    said = ["--model", backbone, "--policy", "h2o", *SETTINGS, "--max-new-tokens", str(tokens), *words]
-    return [sys.executable, "-m", "locret_kit.cli.chat", *said]
-
-
-def follows(said: str, length: int) -> Callable[[str], bool]:
-    """Whether more than so many characters follow a text on the screen."""
-    return lambda screen: said in screen and len(screen.rpartition(said)[2]) > length
-
-
-def shown(said: str, times: int) -> Callable[[str], bool]:
-    """Whether the screen shows a text so many times."""
-    return lambda screen: screen.count(said) == times
-
-
-def at_prompt(screen: str) -> bool:
-    """Whether the program waits for a line: keys that are pressed before it are the terminal's."""
-    return screen.endswith("\n>")
-
-
-def say(window: Tmux, line: str, key: str = "Enter") -> None:
-    """Type a line at the prompt, see it there, and press a key: the prompt that is waited for next is not this one."""
-    window.until(at_prompt)
-    window.type(line)
-    window.until(lambda screen: screen.endswith(f"\n> {line}"))
-    window.keys(key)
-
-
 @pytest.mark.parametrize("enter", ["\r", "\n"], ids=["at the prompt", "before it"])
 def test_alt_enter_begins_another_line(enter):
     """A terminal sends another character for Enter while no prompt reads its keys."""
@@ -203,62 +174,61 @@ def test_ctrl_c_before_the_work_begins_stops_it(capsys):
         screen.progress()(1, 2)
 
 
-def test_a_talk_in_a_terminal(backbone, tmp_path):
-    small, large, history = tmp_path / "small.txt", tmp_path / "large.txt", tmp_path / "history"
-    small.write_text(TEXT * 2)
-    large.write_text(TEXT * 20_000)
-    with Tmux(
-        talk(backbone, "--history-file", str(history), "--budget", "64", tokens=10**6), env=HERE, columns=200
-    ) as window:
-        window.until("/help")
-        say(window, "What is it?")
-        window.until(follows("What is it?", 40))  # streams: the answer would not end in this test
-        window.keys("C-c")
-        window.until("stopped")
-        window.until(at_prompt)
-        window.paste("naïve \U0001f600\nWho came in?\nAnd when?")
-        window.until("And when?")
-        window.keys("Enter")
-        window.until(follows("And when?", 40))
-        window.keys("C-c")
-        window.until(shown("stopped", 2))
-        say(window, "/retry")  # the turn that was stopped stays as far as it was written
-        window.until(follows("/retry", 120))
-        window.keys("C-c")
-        window.until(shown("stopped", 3))
+PROMPT, SENT = "\x1b[?2004h", "\x1b[?2004l"
+"""What a terminal is told as a prompt begins and ends: pasted texts come in brackets, and no longer."""
 
-        say(window, "one\\")
-        say(window, "two", "M-Enter")
-        window.type("three")
-        window.until("> one\\\n> two\n  three")
-        window.keys("Enter")
-        window.until(follows("three", 40))
-        window.type("/help")  # waits, and is dropped by Ctrl-C, as in a shell
-        window.keys("Enter")
-        window.keys("C-c")
-        window.until(shown("stopped", 4))
-        say(window, "/undo")
-        window.until("forgotten: one two three")
-        assert "never evict" not in window.screen
 
-        say(window, f"/read {large}")
-        window.until(" s left")
-        window.keys("C-c")
-        window.until(shown("stopped", 5))
-        say(window, f"/save {tmp_path / 'book.locret'}")
-        window.until("there is no document to save")
-        say(window, f"/read {small}")
-        window.until("tokens, 64 slots")
-        window.until(at_prompt)
-        window.keys("Up")  # the history
-        window.until(shown("small.txt", 3))
-        window.keys("C-c")
-        window.until("Ctrl-D leaves")
-        say(window, "/kept")
-        window.until("/kept was removed")
-        window.until(at_prompt)
-        window.keys("C-d")
-        window.until("status 0")
+class Terminal:
+    """The command in a terminal of its own, in a fork of this process."""
+
+    def __init__(self, *words: str) -> None:
+        self.child, self.device = pty.fork()
+        if not self.child:
+            renew_threads()
+            sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, "rww"[number]) for number in range(3))
+            os._exit(main([*words]))
+        self.shown = ""
+
+    def until(self, *texts: str, length: int = 0) -> None:
+        """Read what is shown until these texts have come in this order, and so many characters after them."""
+        end = time.monotonic() + 120
+        for text in texts:
+            while text not in self.shown or len(self.shown.partition(text)[2]) < length:
+                assert select.select([self.device], [], [], end - time.monotonic())[0], self.shown
+                self.shown += os.read(self.device, 4096).decode(errors="replace")
+            self.shown = self.shown.partition(text)[2]
+
+    def type(self, keys: str) -> None:
+        os.write(self.device, keys.encode())
+
+
+def test_a_talk_in_a_terminal(backbone, tmp_path, monkeypatch):
+    """Answers stream until Ctrl-C, a pasted text is one message, and the history is its owner's."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")
+    history, book = tmp_path / "history", tmp_path / "book.txt"
+    book.write_text(TEXT * 2000)
+    given = ["--model", backbone, "--policy", "h2o", *SETTINGS, "--max-new-tokens", "1000000", "--budget", "64"]
+    window = Terminal(*given, "--history-file", str(history))
+    window.until("/help lists the commands", PROMPT)
+    window.type("What is it?\r")
+    window.until(SENT, length=200)
+    window.type("\x03")
+    window.until("stopped", PROMPT)
+    window.type("\x1b[200~Who came in?\nAnd when?\x1b[201~\r")
+    window.until(SENT, length=200)
+    window.type("/help\r\x03")  # what waited is dropped, as in a shell
+    window.until("stopped", PROMPT)
+    window.type("/undo\r")
+    window.until("forgotten: Who came in? And when?", PROMPT)
+    window.type(f"/read {book}\r")
+    window.until(" s left")
+    window.type("\x03")
+    window.until("stopped", PROMPT)
+    window.type("\x1b[A\x03")  # a line of the history, and away with it
+    window.until("Ctrl-D leaves", PROMPT)
+    window.type("\x04")
+    assert status_of(window.child) == 0
     lines = history.read_text()
     assert "+/undo" in lines and "+Who came in?" in lines and stat.S_IMODE(history.stat().st_mode) == 0o600
 
@@ -275,23 +245,12 @@ def test_thoughts_are_folded_bounded_and_switched(backbone, command, tmp_path):
         given = ["--model", str(folder), "--policy", "h2o", *SETTINGS, "--max-new-tokens", "6"]
         return command(main, *given, *words, stdin=said)
 
-    status, out, err = run("--max-thought-tokens", "4")
+    status, out, err = run("--max-thought-tokens", "40")
+    first, *lines, thought = err.splitlines()
     assert status == 0 and out.strip() and "think" not in out
-    lines = err.splitlines()
-    assert any(line.startswith("thought: ") and line.endswith(" words") for line in lines)
-    assert any("closed after max_thought_tokens=4: --max-thought-tokens N" in line for line in lines)
-    assert lines[-1] != "the last answer has no thought"
+    assert first == f"thought: {len(thought.split())} words"
+    assert any("closed after max_thought_tokens=40: --max-thought-tokens N" in line for line in lines)
     status, out, err = run("--no-think", said="What is it?\n")
     assert status == 0 and "thought:" not in err and out.strip()
     status, _, err = run("--reasoning-effort", "low")
     assert status == 1 and "reasoning_effort=low: the model's chat template has no reasoning_effort" in err
-    with Tmux(talk(str(folder), "--max-thought-tokens", "40", tokens=6), env=HERE, columns=160) as window:
-        window.until("/help")
-        say(window, "What is it?")
-        screen = window.until("closed after max_thought_tokens=40")
-        (line,) = [line for line in screen.splitlines() if line.startswith("thought: ")]
-        assert line.endswith(" words"), "one line, whose count goes up while the thought is written"
-        say(window, "/thought")
-        screen = window.until(lambda screen: "> /thought\n" in screen and at_prompt(screen))
-        said = screen.rpartition("> /thought\n")[2].removesuffix("\n>")
-        assert line == f"thought: {len(said.split())} words"

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forked import start, status_of
 
 from locret_kit import backbones
 from locret_kit.cli.command import command
 from locret_kit.hub import OneRetryLine
 
 ROOT = Path(__file__).resolve().parents[2]
-HERE = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
 
 
 def ended(capsys, error: BaseException, **settings) -> tuple[int, str]:
@@ -77,38 +77,37 @@ def test_ctrl_c_says_what_there_is_to_say(capsys):
     assert ended(capsys, KeyboardInterrupt(), stopped="") == (130, "")
 
 
-CODE = """
-import sys
-from locret_kit.cli.command import command
 @command("locret-x")
-def main():
-    {}
+def prints(text: str) -> int:
+    """A command that reads stdin and prints."""
+    sys.stdin.read()
+    print(text)
     return 0
-sys.exit(main())
-"""
 
 
 @pytest.mark.parametrize("length", [1, 10**6])
-def test_a_reader_that_left_is_one_line(length):
+def test_a_reader_that_left_is_one_line(length, tmp_path):
     """A short output is written when the command ends, a long one while it runs."""
-    words = [sys.executable, "-c", CODE.format(f"sys.stdin.read(); print('x' * {length})")]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, env=HERE) as run:
-        run.stdout.close()
-        run.stdin.close()
-        err = run.stderr.read().decode()
-    assert (run.returncode, err) == (1, "locret-x: stdout was closed before the output ended\n")
+
+    def run() -> int:
+        reader, writer = os.pipe()
+        os.close(reader)
+        sys.stdin, sys.stdout = io.StringIO(), os.fdopen(writer, "w")
+        return prints("x" * length)
+
+    assert status_of(start(run, tmp_path / "log")) == 1
+    assert (tmp_path / "log").read_text() == "locret-x: stdout was closed before the output ended\n"
 
 
-@pytest.mark.parametrize(("closed", "said"), [("<&-", "0\n"), (">&-", ""), ("2>&-", "0\n"), ("", "caf\\xe9\n")])
-def test_a_stream_that_was_closed_reads_and_writes_nothing(closed, said):
+@pytest.mark.parametrize("closed", ["stdin", "stdout", "stderr"])
+def test_a_stream_that_was_closed_reads_and_writes_nothing(closed, monkeypatch):
     """And what the terminal's encoding lacks is escaped."""
-    does = 'print("words", file=sys.stderr); print(len(sys.stdin.read()))' if closed else 'print("caf\\u00e9")'
-    line = f"{sys.executable} -c '{CODE.format(does)}' < /dev/null {closed}"
-    done = subprocess.run(
-        ["bash", "-c", line], capture_output=True, text=True, env={**HERE, "PYTHONIOENCODING": "ascii"}
-    )
-    assert (done.returncode, done.stdout) == (0, said), done.stderr
+    monkeypatch.setattr(sys, "stdin", io.StringIO("words"))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    monkeypatch.setattr(sys, closed, None)
+    assert prints("caf\u00e9") == 0
+    if closed != "stdout":
+        assert sys.stdout.buffer.getvalue() == b"caf\\xe9\n"
 
 
 def test_the_package_lists_the_commands_that_are_installed(capsys):

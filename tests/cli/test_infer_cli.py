@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
-import sys
 from array import array
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from forked import start, status_of
 from tiny_heads import save_tiny_heads
 from tiny_models import tiny_model
 from tiny_tokenizer import TEXT, save_tiny_backbone
 from transformers import AutoModelForCausalLM
 
 from locret_kit.backbones.libraries import CACHE
-from locret_kit.backbones.load import load_config
 from locret_kit.cli.infer import main
 from locret_kit.cli.loading import ModelChoice, resolve_choice
 from locret_kit.heads import RetainingHeads
@@ -165,11 +161,6 @@ def test_a_path_that_heads_name_is_found_by_its_last_part(place):
     assert resolve_choice(str(place / "heads"), "other", None, None).backbone == "other"
 
 
-def test_heads_are_no_backbone(place):
-    with pytest.raises(FileNotFoundError, match="it holds retaining heads, not a backbone: give it as --ckpt"):
-        load_config(str(place / "heads"))
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_device_that_is_not_there(place, infer):
     status, _, err = infer("text", "--ckpt", str(place / "heads"), "--device", "cuda", "--quiet")
@@ -203,47 +194,6 @@ def test_positions_beyond_the_window_are_said(place, infer):
         status, _, err = infer(text, *flags, *more)
         assert status == 0 and "beyond the backbone's window of 2048" in err and err.count("\n") == 1, err
     assert infer(text, *flags, "--budget", "40")[2] == ""
-
-
-@pytest.mark.parametrize("policy", ["full", "h2o"])
-def test_several_questions_read_the_text_once(policy, place, tmp_path, infer):
-    """And give the answers of each alone."""
-    flags = [
-        "--ckpt",
-        str(place / "heads"),
-        "--policy",
-        policy,
-        "--budget",
-        "64",
-        "--chunk",
-        "32",
-        "--max-new-tokens",
-        "6",
-    ]
-    report, text = tmp_path / "report.json", TEXT * 4
-    status, _, err = infer(text, *flags, "--question", "Who?", "--question", "When?", "--report", str(report))
-    assert status == 0, err
-    together = json.loads(report.read_text())["answers"]
-    for one in together:
-        status, out, err = infer(text, *flags, "--question", one["question"], "--report", str(report))
-        assert status == 0 and out == one["answer"].strip() + "\n"
-        assert one["read_before"] > 0.5 * one["prompt_tokens"] and not json.loads(report.read_text())["read_before"]
-
-
-def test_a_closed_pipe_is_an_error_without_a_traceback(place, tmp_path, monkeypatch):
-    """Nobody reads what is written: the pipe's other end is closed."""
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The harbour was quiet.\n" * 90)))
-    words = ["--ckpt", str(place / "heads"), "--budget=32", "--max-new-tokens=200", "--temperature=5", "--quiet"]
-
-    def run() -> int:
-        reader, writer = os.pipe()
-        os.close(reader)
-        sys.stdout = os.fdopen(writer, "w")
-        return main(words)
-
-    assert status_of(start(run, tmp_path / "log")) == 1
-    said = (tmp_path / "log").read_text()
-    assert "stdout was closed" in said and "Traceback" not in said, said
 
 
 def test_heads_run_the_policy_that_they_were_published_with(place, tmp_path, infer):

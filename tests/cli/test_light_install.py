@@ -13,17 +13,9 @@ from tiny_tokenizer import TEXT, save_tiny_backbone
 
 ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = (
-    "lightning",
-    "pytorch_lightning",
-    "deepspeed",
-    "datasets",
-    "tensorboard",
-    "peft",
-    "matplotlib",
-    "lm_eval",
-    "bitsandbytes",
+    "lightning", "pytorch_lightning", "deepspeed", "datasets", "tensorboard", "peft", "matplotlib", "lm_eval", "bitsandbytes",
     "bm25s",
-)
+)  # fmt: skip
 HIDE = f"""
 import sys
 from importlib.machinery import PathFinder
@@ -43,16 +35,20 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", HIDE + code], env=env, capture_output=True, text=True)
 
 
-def test_an_answer_and_a_plan_need_no_extra(tmp_path):
+def test_an_answer_and_a_plan_need_no_extra_and_a_training_names_its_own(tmp_path):
     backbone = save_tiny_backbone(tmp_path / "backbone")
     (tmp_path / "long.txt").write_text(TEXT * 4)
     ask = [str(tmp_path / "long.txt"), "--model", str(backbone), "--policy=snapkv", "--budget=48", "--max-new-tokens=3"]
     plan = ["--model", "phi3-mini", "--gpu-memory", "24GiB"]
+    train = ["recipe=tiny", f"backbone.model={backbone}", f"out={tmp_path / 'out'}"]
     done = run(
-        f"from locret_kit.cli import infer, plan\nsys.exit(infer.main({ask!r}) or print('====') or plan.main({plan!r}))"
+        "from locret_kit.cli import infer, plan, train\n"
+        f"assert not infer.main({ask!r}); print('====')\nassert not plan.main({plan!r})\nsys.exit(train.main({train!r}))"
     )
     answer, planned = done.stdout.split("====\n")
-    assert done.returncode == 0 and answer.strip() and planned, done.stderr
+    assert done.returncode == 1 and answer.strip() and planned, done.stderr
+    missing = "locret-train: No module named 'lightning': in the clone, pip install -e '.[train]'"
+    assert done.stderr.splitlines()[-1] == missing
 
 
 HEAVY = {"torch", "transformers", "pydantic", "yaml", "triton"}
@@ -71,6 +67,7 @@ for name, (module, main) in {COMMANDS!r}.items():
     with redirect_stdout(io.StringIO()) as said:
         status = getattr(import_module(module), main)(["--help"])
     print(json.dumps([name, status, said.getvalue(), sorted({HEAVY!r} & set(sys.modules))]))
+assert "BoundedCache" in dir(locret_kit)
 """
 
 
@@ -78,19 +75,7 @@ def test_help_needs_no_extra_and_loads_nothing_heavy():
     done = run(EACH_HELP)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert {name for name, *_ in lines} == HELP.keys(), done.stderr
+    assert done.returncode == 0 and (ROOT / "locret_kit" / "py.typed").exists(), done.stderr
     for name, status, said, heavy in lines:
         assert (status, heavy) == (0, []) and said.startswith(f"usage: locret-{name}"), name
         assert all(words in said for words in HELP[name]), name
-
-
-def test_a_missing_extra_is_one_line_that_says_how_to_install_it(tmp_path):
-    backbone = save_tiny_backbone(tmp_path / "backbone")
-    words = ["recipe=tiny", f"backbone.model={backbone}", f"out={tmp_path / 'out'}"]
-    done = run(f"from locret_kit.cli.train import main\nsys.exit(main({words!r}))")
-    assert done.returncode == 1
-    assert done.stderr.strip() == "locret-train: No module named 'lightning': in the clone, pip install -e '.[train]'"
-
-
-def test_names_and_types_for_users():
-    assert "'BoundedCache'" in run("import locret_kit; print(dir(locret_kit))").stdout
-    assert (ROOT / "locret_kit" / "py.typed").exists()

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from locret_kit.cli import command, documents
+from locret_kit.runtime.session import ThoughtPiece
 
 
 class Screen(io.StringIO):
@@ -46,7 +47,7 @@ def test_a_line_of_json_is_json_in_every_encoding(monkeypatch, encoding):
 
 def test_a_question_has_no_byte_order_mark(tmp_path):
     (tmp_path / "asked").write_bytes(b"\xef\xbb\xbfWho?\r\n")
-    assert documents.words_of("question_file", str(tmp_path / "asked")) == "Who?\n"
+    assert documents.words_of(str(tmp_path / "asked")) == "Who?\n"
 
 
 def test_an_answer_does_not_command_a_terminal(monkeypatch):
@@ -56,3 +57,11 @@ def test_an_answer_does_not_command_a_terminal(monkeypatch):
         monkeypatch.setattr(sys, "stdout", out)
         command.write_answer(said)
         assert out.getvalue() == shown
+
+
+def test_a_thought_is_one_line_that_grows(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Screen())
+    pieces = [ThoughtPiece("So it "), ThoughtPiece("is red."), "Red", " indeed."]
+    assert [*command.collapse(pieces)] == ["Red", " indeed."]
+    dim = "\r\033[2mthought: {} words\033[0m"
+    assert sys.stderr.getvalue() == dim.format(2) + dim.format(4) * 2 + "\n"

@@ -68,9 +68,7 @@ def test_strings_are_taken_as_they_are():
         ("base: papper", "recipe=papper is unknown; known: "),
         ("base: [paper]", "base=['paper'] in recipe 'mine' must be a recipe's name"),
         ("choose: [heads.init]", "choose=['heads.init'] in recipe 'mine' must be a list of some of: heads.d_hidden, "),
-        ("- a\n- b", "must hold sections of key: value"),
         ("heads: {form: sink}", "heads.form in recipe 'mine' was removed"),
-        ("trains: end_to_end", "trains=end_to_end in recipe 'mine' was removed"),
     ],
 )
 def test_errors_in_a_recipe(tmp_path, text, message):
@@ -122,13 +120,10 @@ def test_what_is_given_by_a_recipe_is_not_chosen():
         (["recipe=nowhere.yaml"], "recipe=nowhere.yaml cannot be read: No such file"),
         (["recipe=tiny"], "recipe=tiny names no model: add backbone.model=NAME"),
         ([*TINY, "optim.lrr=1"], "unknown key 'optim.lrr'. Did you mean 'optim.lr'?"),
-        ([*TINY, "optim=1"], "optim is a section; its fields: optim.lr, "),
         ([*TINY, "tiny"], "argument 'tiny' must be --key value or key=value, such as "),
-        ([*TINY, "seed=1", "seed=2"], "seed is given twice: seed=1 and seed=2"),
         ([*TINY, "optim.lr=fast"], "optim.lr=fast must be a number"),
         ([*TINY, "data.weights=[a]"], "data.weights=['a'] must be a list of numbers, such as [1,2], each above 0"),
         ([*TINY, "out=${nowhere}"], "nowhere"),
-        ([*TINY, "optim.lr=nan"], "optim.lr=nan must be a number, above 0"),
         ([*TINY, "target.kind=logits"], "must be one of: logit, log_prob. Did you mean 'logit'?"),
         ([*TINY, "data.sources=[]"], "data.sources=[] must be not empty"),
         ([*TINY, "data.weights=[1,2]"], "data.weights=[1.0, 2.0] must be 1 positive numbers, one for each of data"),
@@ -139,9 +134,6 @@ def test_what_is_given_by_a_recipe_is_not_chosen():
         ([*TINY, "trainer.strategy=deepspeed"], "must be one of: auto, ddp, fsdp, deepspeed_stage_2, "),
         ([*TINY, "data.batch=2"], "optim.accumulate=1 must be a multiple of data.batch=2"),
         ([*TINY, "target.kind=log_mass"], "target.kind=log_mass was removed: tried and left"),
-        ([*TINY, "loss.kind=bce_rank"], "loss.kind=bce_rank was removed: loss.kind=NAME with plugin=FILE.py"),
-        ([*TINY, "trains=end_to_end"], "commit 4ec06cb is the last that has it"),
-        ([*TINY, "heads.form=sink"], "heads.form was removed"),
     ],
 )
 def test_errors_on_the_command_line(arguments, message):

@@ -35,7 +35,9 @@ def model():
 )
 def test_the_budget_follows_the_text(model, monkeypatch, tokens, free, turns, budget, why):
     monkeypatch.setattr(fitting_settings, "free_memory", lambda device: free)
-    slots, line = fitting_settings.budget_of_text(model, parse_policy("snapkv"), RunSettings(), {}, tokens, turns)
+    slots, line = fitting_settings.budget_of_text(
+        model, parse_policy("snapkv"), RunSettings().resolved({}, tokens), tokens, turns
+    )
     assert slots == budget and why in line and f"{budget} slots for {tokens} tokens" in line
 
 
@@ -45,7 +47,8 @@ def test_memory_bounds_it(model, monkeypatch):
     for free in (2 * 10**6, 4 * 10**6):
         monkeypatch.setattr(fitting_settings, "free_memory", lambda device, free=free: free)
         run = RunSettings(chunk=64, positions="original")
-        slots, line = fitting_settings.budget_of_text(model, parse_policy("snapkv"), run, {"budget": 64}, 10**6)
+        least = run.resolved({"budget": 64}, 10**6)
+        slots, line = fitting_settings.budget_of_text(model, parse_policy("snapkv"), least, 10**6)
         assert slots % 64 == 0 and "half of the free" in line
         found.append(slots)
     assert 64 < found[0] < found[1]
