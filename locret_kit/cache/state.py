@@ -20,7 +20,8 @@ from .context import CacheCounters, Context, Pins, RecallCounters, make_layers
 from .options import CacheOptions
 from .stages import stages_of
 from .storage.codec import BITS, Float8, Scratch
-from .storage.rows import BoundedLayer, copy_rows
+from .storage.exports import copy_rows
+from .storage.rows import BoundedLayer
 
 
 class CannotFork(ValueError):
