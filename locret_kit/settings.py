@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, asdict, dataclass, fields
 from functools import cache
 from numbers import Integral, Real
 from types import UnionType
@@ -330,7 +330,7 @@ class RunSettings:
     @property
     def portable(self) -> dict[str, object]:
         """The settings by name, in the form of a file. The last one exists only in files of earlier versions."""
-        return {**vars(self), "store_bits": None}
+        return {**asdict(self), "store_bits": None}
 
     def resolved(self, published: Mapping[str, object], prompt_length: int | None) -> Resolved:
         """Settings of one prompt.
@@ -362,7 +362,7 @@ class RunSettings:
         if self.one_shot:
             chunk, stabilizers, local_len = prompt_length or 1, 0, 0
         return Resolved(
-            **vars(self.run)
+            **asdict(self.run)
             | {"budget": budget, "chunk": chunk, "stabilizers": stabilizers, "local_len": local_len}
             | {"positions": self.positions or theirs.positions}
             | {"share": asked if isinstance(asked, float) else getattr(self, "share", None)}
