@@ -223,7 +223,7 @@ class BoundedCache(StatefulCache):
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """A copy for the same prompt: heads, policy and model are shared, all else is copied."""
         memo[id(self)] = new = object.__new__(type(self))
-        new._hold(self.state.copy())
+        new._hold(self.state.copy(memo))
         return new
 
     def __reduce_ex__(self, protocol: object) -> str:
