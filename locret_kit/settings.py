@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Literal
 
 from annotated_types import Interval, Predicate
@@ -139,7 +139,7 @@ class RunSettings:
     @property
     def portable(self) -> dict[str, object]:
         """The settings by name, in the form of a file. The last one exists only in files of earlier versions."""
-        return {**vars(self), "store_bits": None}
+        return {**asdict(self), "store_bits": None}
 
     def resolved(self, published: Mapping[str, object], prompt_length: int | None) -> Resolved:
         """Settings of one prompt.
@@ -171,7 +171,7 @@ class RunSettings:
         if self.one_shot:
             chunk, stabilizers, local_len = prompt_length or 1, 0, 0
         return Resolved(
-            **vars(self.run)
+            **asdict(self.run)
             | {"budget": budget, "chunk": chunk, "stabilizers": stabilizers, "local_len": local_len}
             | {"positions": self.positions or theirs.positions}
             | {"share": asked if isinstance(asked, float) else getattr(self, "share", None)}

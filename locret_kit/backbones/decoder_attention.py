@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -365,7 +365,7 @@ Choice = Callable[..., LayerOperations | None]
 """Operations for all the tensors it is given, in the forward that runs now; None for the backbone's own."""
 
 
-LayerInput = Tensor | HeadProduct | None
+LayerInput: TypeAlias = Tensor | HeadProduct | None
 """Normed hidden states ``[B, T, C]`` that a layer's attention projects, or its retaining head's product with them; None where
 they are not at hand."""
 

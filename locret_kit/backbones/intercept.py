@@ -48,7 +48,7 @@ def read_blocks(handler: Handler, run: Forward, forward: Forward, **kwargs: Any)
         handler.read(outputs[-1].last_hidden_state, None if ids is None else ids[:, new])
         start += length
     whole = outputs[-1]
-    for name in list(vars(whole)) if len(outputs) > 1 else ():
+    for name in list(whole.__dict__) if len(outputs) > 1 else ():
         setattr(whole, name, _joined([getattr(output, name) for output in outputs]))
     return whole
 
@@ -310,8 +310,8 @@ def _refuse_copies(undo: Undo, decoder: nn.Module) -> None:
     def refuse(protocol: object) -> NoReturn:
         raise TypeError("an attached model cannot be copied or pickled: detach it first (save_pretrained works)")
 
-    undo.add(lambda: vars(decoder).pop("__reduce_ex__", None))
-    vars(decoder)["__reduce_ex__"] = refuse
+    undo.add(lambda: decoder.__dict__.pop("__reduce_ex__", None))
+    decoder.__dict__["__reduce_ex__"] = refuse
 
 
 def _calls_of(

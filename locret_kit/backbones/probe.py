@@ -198,7 +198,7 @@ def _key(decoder: DecoderStack, config: PreTrainedConfig) -> tuple[object, ...]:
     modules = []
     for path, module in decoder.named_modules(remove_duplicate=False):
         own = (
-            vars(module).items() if hasattr(module, "layer_idx") else ()
+            module.__dict__.items() if hasattr(module, "layer_idx") else ()
         )  # numbers and words by which a layer computes
         told = {name: x for name, x in own if isinstance(x, str | float | int) and name != "training"}
         modules.append((path, type(module).__qualname__, told))

@@ -73,8 +73,8 @@ def _answer_methods(undo: Undo, decoder: nn.Module, config: PreTrainedConfig, na
     undo.add(partial(setattr, config, "_attn_implementation", config._attn_implementation))
     config._attn_implementation = name
     for module in modules:
-        undo.add(partial(vars(module).pop, "_attn", None))
-        vars(module)["_attn"] = partial(answer, module, module._attn)
+        undo.add(partial(module.__dict__.pop, "_attn", None))
+        module.__dict__["_attn"] = partial(answer, module, module._attn)
 
 
 def _is_method(method: object) -> bool:

@@ -237,7 +237,7 @@ def check_config(fields: Mapping) -> None:
         raise ValueError(f"eos_token_id={ends!r} must be an integer or a list of integers")
     rope = fields.get("rope_parameters") or {}
     groups = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    dtypes = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
+    dtypes = [name for name, value in torch.__dict__.items() if isinstance(value, torch.dtype)]
     words = [("hidden_act", fields.get("hidden_act"), [*ACT2FN]), ("dtype", fields.get("dtype"), dtypes)]
     words += [("rope_type", group.get("rope_type"), ["default", *ROPE_INIT_FUNCTIONS]) for group in groups]
     for name, word, known in words:
@@ -343,7 +343,7 @@ def own_logits(model: PreTrainedModel, hidden_BTE: Tensor, ids_BT: Tensor) -> Te
     for name in path.split("."):
         inner = copied._modules[name] = _shallow(cast(nn.Module, copied._modules[name]))
         copied = inner
-    vars(copied)["forward"] = lambda *args, **kwargs: _FinalStates(last_hidden_state=hidden_BTE)
+    copied.__dict__["forward"] = lambda *args, **kwargs: _FinalStates(last_hidden_state=hidden_BTE)
     logits: Tensor = type(outermost).forward(outermost, input_ids=ids_BT, use_cache=False, return_dict=True).logits
     return logits
 
@@ -352,9 +352,9 @@ def _shallow(module: M) -> M:
     """A copy of a module with the same parameters and submodules, so that a submodule can be replaced. It uses the forward of its
     class, because a patched forward calls the original module."""
     new = object.__new__(type(module))
-    vars(new).update(vars(module))
-    vars(new)["_modules"] = dict(module._modules)
-    vars(new).pop("forward", None)
+    new.__dict__.update(module.__dict__)
+    new.__dict__["_modules"] = dict(module._modules)
+    new.__dict__.pop("forward", None)
     return new
 
 

@@ -40,11 +40,11 @@ class Undo:
 
 def replace_forward(undo: Undo, module: nn.Module, forward: Callable[..., object]) -> None:
     """Let ``module`` run ``forward(its own forward, *args, **kwargs)`` until ``undo``."""
-    shadowed = vars(module).get("forward")  # accelerate puts its own there
+    shadowed = module.__dict__.get("forward")  # accelerate puts its own there
 
     def restore() -> None:
         if shadowed is None:
-            vars(module).pop("forward", None)
+            module.__dict__.pop("forward", None)
         else:
             module.forward = shadowed
 
@@ -55,8 +55,8 @@ def replace_forward(undo: Undo, module: nn.Module, forward: Callable[..., object
 def has_own_forward(module: nn.Module) -> bool:
     """Whether a module's forward is its class's own. ``replace_forward`` may wrap it, but the class's method must be
     defined in the class, not patched by a program."""
-    forward, own = vars(module).get("forward"), type(module).forward
-    home = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    forward, own = module.__dict__.get("forward"), type(module).forward
+    home = next(kind for kind in type(module).__mro__ if "forward" in kind.__dict__)
     while getattr(getattr(forward, "func", None), "__module__", "").startswith(__package__):
         forward = forward.__wrapped__  # type: ignore[union-attr]
     return own.__module__ == home.__module__ and (forward is None or getattr(forward, "__func__", None) is own)
@@ -65,7 +65,7 @@ def has_own_forward(module: nn.Module) -> bool:
 def run_eagerly(undo: Undo, model: nn.Module) -> None:
     """Let modules run as they were before ``torch.compile`` until ``undo``: a graph would end in each layer's attention."""
     for module in model.modules():
-        forward, call = vars(module).get("forward"), module._compiled_call_impl
+        forward, call = module.__dict__.get("forward"), module._compiled_call_impl
         if (own := getattr(forward, "_torchdynamo_orig_callable", None)) is not None:
             undo.add(partial(setattr, module, "forward", forward))
             module.forward = own

@@ -24,6 +24,7 @@ from .due import Schedule
 from .forward import TextForward
 from .options import CacheOptions
 from .state import CannotFork, TextState
+from .storage.codec import check_storage
 from .storage.rows import BoundedLayer
 
 
@@ -59,6 +60,7 @@ class BoundedCache(StatefulCache):
         ValueError: a setting out of range; names the setting, its value and the bound. FileNotFoundError: no such heads.
     """
 
+    check_storage = staticmethod(check_storage)
     state: TextState
     handler: TextForward
 
@@ -77,7 +79,7 @@ class BoundedCache(StatefulCache):
 
     def _hold(self, state: TextState) -> None:
         """Become the face of a text."""
-        super().__init__(layers=state.layers)
+        super().__init__(layers=state.layers)  # type: ignore[arg-type]  # a list of one kind
         self.state, self.handler = state, TextForward(state)
         self.options, self.policy, self.heads = state.options, state.options.policy, state.options.heads
 
@@ -223,7 +225,7 @@ class BoundedCache(StatefulCache):
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """A copy for the same prompt: heads, policy and model are shared, all else is copied."""
         memo[id(self)] = new = object.__new__(type(self))
-        new._hold(self.state.copy())
+        new._hold(self.state.copy(memo))
         return new
 
     def __reduce_ex__(self, protocol: object) -> str:

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..backbones.decoder_attention import Arguments, Handler, LayerInput, LayerOperations, Softmax
+from . import step
 from .options import checked_arguments
 from .state import TextState
-from .step import StaticStep, attend_again, in_model_type, read_block, read_tokens
 from .view import folded_scores
 
 
@@ -29,7 +29,7 @@ class TextForward(Handler):
 
     def __init__(self, state: TextState) -> None:
         self.state = state
-        self.fixed: Callable[[int], StaticStep] | None = None
+        self.fixed: Callable[[int], step.StaticStep] | None = None
 
     @property
     def wants_unrotated(self) -> bool:  # type: ignore[override]
@@ -54,7 +54,7 @@ class TextForward(Handler):
         """Attention output ``[B, Q, T, D]`` of the newest tokens over a layer's rows, their own included."""
         rows = self.state.layers[layer]
         rows.softmax = softmax
-        return attend_again(self.state.context, rows, q_BQTD)
+        return step.attend_again(self.state.context, rows, q_BQTD)
 
     @torch.no_grad()
     def attend(
@@ -71,12 +71,12 @@ class TextForward(Handler):
         score = folded_scores(ctx, layer, x, q_BQTD.shape[2])
         if self.fixed is not None:  # evictions and counts are then the graph decoder's
             state.layers[layer].softmax = softmax
-            return read_block(ctx, state.layers[layer], q_BQTD, k_BHTD, v_BHTD, self.fixed(layer), score)
-        q_BQTD, k_BHTD, v_BHTD = in_model_type(ctx, q_BQTD, k_BHTD, v_BHTD)
+            return step.read_block(ctx, state.layers[layer], q_BQTD, k_BHTD, v_BHTD, self.fixed(layer), score)
+        q_BQTD, k_BHTD, v_BHTD = step.in_model_type(ctx, q_BQTD, k_BHTD, v_BHTD)
         rows = state.open(layer, softmax, k_BHTD, v_BHTD)
         if layer == 0:
             state.make_room(q_BQTD.shape[2])
-        out = read_tokens(ctx, rows, q_BQTD, k_BHTD, v_BHTD, score, state.waiting)
+        out = step.read_tokens(ctx, rows, q_BQTD, k_BHTD, v_BHTD, score, state.waiting)
         state.close(layer)
         return out
 

@@ -27,7 +27,8 @@ from ..policies.capabilities import reason
 from ..settings import Resolved
 from .context import layer_rows, make_layers
 from .storage.codec import Scratch
-from .storage.rows import BoundedLayer, Page, copy_rows
+from .storage.exports import copy_rows
+from .storage.rows import BoundedLayer, Page
 
 if TYPE_CHECKING:
     from .bounded import BoundedCache

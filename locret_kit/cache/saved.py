@@ -36,7 +36,8 @@ from . import file
 from .bounded import BoundedCache
 from .context import CacheCounters, Context
 from .due import Schedule
-from .storage.rows import STATE, BoundedLayer, export_rows, exported_shapes, restore_rows, set_counts
+from .storage.exports import STATE, export_rows, exported_shapes, restore_rows, set_counts
+from .storage.rows import BoundedLayer
 
 CREATED = "%Y-%m-%dT%H:%M:%SZ"
 MOST_PINS = 1024

@@ -20,7 +20,8 @@ from .context import CacheCounters, Context, Pins, RecallCounters, make_layers
 from .options import CacheOptions
 from .stages import stages_of
 from .storage.codec import BITS, Scratch
-from .storage.rows import BoundedLayer, copy_rows
+from .storage.exports import copy_rows
+from .storage.rows import BoundedLayer
 
 
 class CannotFork(ValueError):
@@ -100,11 +101,13 @@ class TextState:
 
     # ---- copies and other texts ----------------------------------------------------------------------------------------
 
-    def copy(self) -> TextState:
-        """An independent copy: heads, policy and model are shared, all else is copied."""
+    def copy(self, memo: dict[int, object] | None = None) -> TextState:
+        """An independent copy: heads, policy and model are shared, all else is copied. ``memo``: see ``copy.deepcopy``."""
         own, options = self._context, self.options
         shared = (options, options.heads, options.policy, options.policy.merge, own and own.model, own and own.folded)
-        return deepcopy(self, {id(one): one for one in shared})
+        memo = {} if memo is None else memo
+        memo.update({id(one): one for one in shared})
+        return deepcopy(self, memo)
 
     def take_over(self, other: TextState, share: tuple[int, int] = (0, 1)) -> None:
         """Become a copy of another text's rows, or of a share of its key/value heads: the first of two is ``(0, 2)``."""

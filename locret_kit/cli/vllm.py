@@ -7,6 +7,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ..config.schema import read
@@ -72,7 +73,7 @@ def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
     for line in chosen.warnings:
         print(line, file=sys.stderr)
     section = VllmSettings(
-        **vars(args.run), heads=chosen.ckpt, policy=chosen.policy.name, policies=args.policies, documents=args.documents,
+        **asdict(args.run), heads=chosen.ckpt, policy=chosen.policy.name, policies=args.policies, documents=args.documents,
         plugin=args.plugin,
     )  # fmt: skip
     return ServerSettings(section), resolve_model(chosen.backbone)
@@ -92,10 +93,10 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
     from ..vllm.server_settings import Pages
     from ..vllm.worker import Worker, engine_options
 
-    refuse(vars(options))
+    refuse(options.__dict__)
     given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in theirs if word.startswith("--")}
     section, settings, config = server.section, server.settings, load_config(options.model, options.revision)
-    vars(options).update(engine_options(server, options.additional_config, options.logits_processors))
+    options.__dict__.update(engine_options(server, options.additional_config, options.logits_processors))
     if "long_prefill_token_threshold" not in given:  # one long prompt leaves room in a step for others
         options.long_prefill_token_threshold = max(settings.chunk, 512)
     if sessions is not None and "max_num_seqs" not in given:

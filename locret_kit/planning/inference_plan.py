@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Annotated, Literal
 
@@ -229,7 +229,7 @@ class Setting:
 
     def with_run(self, **changes: object) -> Setting:
         """The setting with other settings of the cache."""
-        return replace(self, run=build(type(self.run), {**vars(self.run), **changes}))
+        return replace(self, run=build(type(self.run), {**asdict(self.run), **changes}))
 
     @cached_property
     def chunked(self) -> Resolved:

@@ -115,7 +115,7 @@ def part(kind: str, name: str) -> Callable[[type[T]], type[T]]:
     """
 
     def add(made: type[T]) -> type[T]:
-        whole = made if "__dataclass_fields__" in vars(made) else dataclass(frozen=True)(made)
+        whole = made if "__dataclass_fields__" in made.__dict__ else dataclass(frozen=True)(made)
         _parts[kind].add(name, whole, made.__module__)
         return made
 

@@ -333,7 +333,7 @@ class Figures(Collector):
     """
 
     def __init__(self, counters: Counters, now: Mapping[str, float]) -> None:
-        self.values = {**vars(counters), **now}
+        self.values = {**counters.__dict__, **now}
 
     def collect(self) -> Iterator[Metric]:
         """All figures."""

@@ -8,7 +8,7 @@ logits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
@@ -190,7 +190,7 @@ class Requests(LogitsProcessor):
             check_name("vllm_xargs", name, OWN)
         if State.server is not None:
             State.server.request(own, 1)
-        elif asked := [f"{name}={own[name]!r}" for name in vars(VllmSettings()) if name in own]:
+        elif asked := [f"{name}={own[name]!r}" for name in (one.name for one in fields(VllmSettings)) if name in own]:
             raise ValueError(f"{asked[0]}: a request has settings of its own where locret-vllm started the server")
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:

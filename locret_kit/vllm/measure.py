@@ -161,7 +161,7 @@ class Unrotated:
 
 def register_rotary() -> None:
     """Let vLLM make embeddings that may leave queries and keys as they are."""
-    for kind in vars(known).values():
+    for kind in known.__dict__.values():
         if isinstance(kind, type) and issubclass(kind, RotaryEmbeddingBase) and kind.__name__ not in op_registry_oot:
             CustomOp.register_oot(type(f"Unrotated{kind.__name__}", (Unrotated, kind), {}), name=kind.__name__)
     if not hasattr(LongRope, "unrotated"):

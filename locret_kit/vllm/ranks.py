@@ -42,15 +42,13 @@ class SplitHead(nn.Module):
 
     def __init__(self, heads: RetainingHeads, layer: int, ranks: Ranks) -> None:
         super().__init__()
-        whole, config = heads[layer], heads.config
-        self.total, self.act = ranks.total, whole.act
+        config, name = heads.config, f"layers.{layer}"
+        fc1, fc2 = (heads.get_parameter(f"{name}.{linear}.weight").detach() for linear in ("fc1", "fc2"))
+        self.total, self.act = ranks.total, heads.get_submodule(f"{name}.act")
         # fc1 reads [q; k; v] of all heads: of each of the three the columns of this rank.
-        kinds = whole.fc1.weight.detach().split(
-            [n * config.head_dim for n in (config.n_heads, *2 * [config.n_kv_heads])], 1
-        )
+        kinds = fc1.split([n * config.head_dim for n in (config.n_heads, config.n_kv_heads, config.n_kv_heads)], 1)
         self.fc1 = nn.Parameter(torch.cat([x[:, ranks.own(x.shape[1])] for x in kinds], 1), requires_grad=False)
-        rows = whole.fc2.weight.detach()[ranks.own(config.n_kv_heads)]
-        self.fc2 = nn.Parameter(rows.contiguous(), requires_grad=False)
+        self.fc2 = nn.Parameter(fc2[ranks.own(config.n_kv_heads)].contiguous(), requires_grad=False)
 
     def forward(
         self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, linear: Callable[..., Tensor] = F.linear

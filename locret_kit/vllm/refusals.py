@@ -96,7 +96,7 @@ def refuse_engine(vllm_config: VllmConfig, documents: str | None) -> None:
     model, cache, transfer = vllm_config.model_config, vllm_config.cache_config, vllm_config.kv_transfer_config
     refuse(
         {
-            **vars(vllm_config.parallel_config),
+            **vllm_config.parallel_config.__dict__,
             "speculative_config": vllm_config.speculative_config,
             "enable_prefix_caching": cache.enable_prefix_caching,
             "enable_lora": vllm_config.lora_config,

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from locret_kit.cache.attend import decode_rows
 from locret_kit.cache.storage.codec import Codec, Plain, Scratch
+from locret_kit.cache.storage.exports import export_rows, exported_shapes, restore_rows
 from locret_kit.cache.storage.layouts import EqualRows, Layout, RaggedRows
 from locret_kit.cache.storage.quantised import CompiledBits, GroupedBits, RowBits
-from locret_kit.cache.storage.rows import BoundedLayer, export_rows, exported_shapes, restore_rows
+from locret_kit.cache.storage.rows import BoundedLayer
 
 H, D, Q, ROOM = 3, 16, 6, 60
 CODECS: dict[str, tuple[Callable[[], Codec], float]] = {

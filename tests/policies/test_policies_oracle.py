@@ -80,7 +80,7 @@ class Pair:
         )
         self.cache.bind(self.model)
         inv_freq = s.theta ** (-torch.arange(D // 2, dtype=torch.float64) / (D // 2))
-        self.cache._context = replace(self.cache.context, ropes=[ExactRope(inv_freq)] * s.layers)
+        self.cache.state.change_context(ropes=[ExactRope(inv_freq)] * s.layers)
         self.layers = [OracleLayer(rule, s, layer) for layer in range(s.layers)]
         self.rng = np.random.default_rng(seed)
         self.hidden = np.empty((0, D * s.H * s.G))

@@ -194,8 +194,8 @@ def test_what_is_not_captured_says_why():
         assert GraphDriver(model, cache).refusal(cache) is None  # before the prompt, when an answer asks
         prefill(model, tokens(), cache)
     assert GraphDriver(model, cache).refusal(cache) is None
-    cache._context = replace(
-        cache.context, description=replace(cache.context.description, rotations=(), unknown_rotation="other turns")
+    cache.state.change_context(
+        description=replace(cache.context.description, rotations=(), unknown_rotation="other turns")
     )
     assert "other turns" in (GraphDriver(model, cache).refusal(cache) or "")
 

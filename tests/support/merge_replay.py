@@ -19,8 +19,8 @@ def replayed(
     """Check positions, keys and values of every head after a run; yields the weights that its rows have taken over, and slots.
 
     Args:
-        fold: ``fold(layer, slots, scores, protected, stays)`` gives the slots that an eviction changes, by their
-            place. close: largest difference.
+        fold: ``fold(layer, slots, scores, protected, stays)`` gives the slots that an eviction changes, by place.
+        close: largest difference.
     """
     cache, texts, evictions = recorded(policy, ids, positions=positions)
     for layer, (keys, values) in texts.items():

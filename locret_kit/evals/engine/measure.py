@@ -17,7 +17,7 @@ import json
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -219,7 +219,7 @@ def measure_row(
     return {
         **{name: getattr(report, name) for name in names},
         **fields,
-        **{name: value for name, value in vars(report.settings.run).items() if name != "budget"},
+        **{name: value for name, value in asdict(report.settings.run).items() if name != "budget"},
         "slots": 0 if cache.policy.keeps_everything else report.settings.budget,
         "prefix_shared": shared,
         "prefill_s": round(seconds + report.prefill_s, 4),
