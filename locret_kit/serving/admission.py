@@ -65,8 +65,8 @@ class Sessions:
         """Key of the session that has read the longest prefix of a prompt, and nothing else but thoughts: in memory, or in a file
         where that has more. Files are looked through when they have changed: this is asked at every step, for every request
         that waits."""
-        keys = (key for parked in self.parked.values() for key in parked.keys)
-        best = request.prompt.longest(keys, request.owner, request.document_id)
+        about = request.owner, request.document_id
+        best = request.prompt.longest((key for parked in self.parked.values() for key in parked.keys), *about)
         tokens = len(request.prompt.ids)
         grown = best is not None and self.parked[best.name].cache.context.outgrown(tokens + best.skipped)
         best, lookup = None if grown else best, request.lookup
@@ -74,8 +74,7 @@ class Sessions:
             return best
         if lookup.store_version != self.store.version:
             lookup.store_version = self.store.version  # before the keys: what comes meanwhile is found next time
-            keys = self.store.sessions(request.owner)
-            lookup.file = request.prompt.longest(keys, request.owner, request.document_id)
+            lookup.file = request.prompt.longest(self.store.sessions(request.owner), *about)
         return max(filter(None, (best, lookup.file)), key=lambda key: key.tokens, default=None)
 
     def unpark(self, parked: ParkedSession) -> None:
