@@ -154,10 +154,9 @@ class Reader:
         """
         self._held, self._fed, self._events = self._held + text, self._fed + len(text), []
         self._final, self._cut, self._waits = final, cut, cut or not final
-        modes = {"text": self._text, "thought": self._thought, "arguments": self._argument, "tail": self._read_tail}
         with suppress(Wait):
             while not self.ended:
-                modes[self._mode]()
+                getattr(self, f"_read_{self._mode}")()
         if self.thinks and self.thoughts:
             self.thoughts[-1][1] = self._fed
         if self._mode == "text" and (final or self.stop is not None):
@@ -180,7 +179,7 @@ class Reader:
 
     # ---- modes: each reads from the held text until it raises Wait, since what follows decides -----------------------
 
-    def _text(self) -> None:
+    def _read_text(self) -> None:
         if self._fresh and not self.form.anywhere:
             blanks = len(self._held) - len(self._held.lstrip())
             if (begin := self._match(self._open, blanks, self._waits)) is not None:
@@ -197,16 +196,16 @@ class Reader:
             if at == len(self._held) and not self._final:
                 raise Wait
             if self._held[at : at + 1] in ("[", "{") and not self._match(self._start[0], at, not self._final):
-                return self._block(0, at)
+                return self._read_block(0, at)
             self._row = False
         begin = self._start[self._final and not self._cut].search(self._held, partial=self._waits)
         at = len(self._held) if begin is None else begin.start()
         at += self._cut and at == len(self._held) - 1  # one sign may be of any text
-        self._read_text(at)
+        self._emit_text(at)
         if begin is None or begin.partial or self.stop is not None:  # of what may begin a mark
             raise Wait
         if begin["call"] is not None:
-            return self._call(begin.end() - at)
+            return self._read_call(begin.end() - at)
         self._close_text()
         if begin["thought"] is not None:
             return self._begin_thought(begin.end() - at)
@@ -225,7 +224,7 @@ class Reader:
         self.thoughts.append([self._fed - len(self._held), self._fed])
         self._take(size)
 
-    def _thought(self) -> None:
+    def _read_thought(self) -> None:
         if self._fresh:  # blanks, and the mark again, where the prompt had it
             self._held = self._held.lstrip()
             again = self._match(self._open, 0, not self._final)
@@ -260,12 +259,12 @@ class Reader:
         calls = bool(events) and events[-1].call is not None and not reader.calling
         return at + reader._text_end if calls else len(self._held)
 
-    def _call(self, inner: int) -> None:
+    def _read_call(self, inner: int) -> None:
         """Read a possible call at the start of the held text, after ``inner`` characters of its mark."""
         form = self._call_form
         head = self._match(self._head, 0, self._waits) if form.head else None
         if head is None or head["name"] not in self.tools:
-            return self._block(inner, len(self._held) - len(self._held[inner:].lstrip()))
+            return self._read_block(inner, len(self._held) - len(self._held[inner:].lstrip()))
         self._close_text()
         self.calls.append(call := self._call_of(head["name"], head.groupdict().get("id")))
         self._begins, self._blanks, self._mode = False, "", "arguments"
@@ -277,7 +276,7 @@ class Reader:
         self._take(head.end() if form.key else head.start("args"))
         return None
 
-    def _block(self, inner: int, start: int) -> None:
+    def _read_block(self, inner: int, start: int) -> None:
         """Read calls that are a value in brackets, or what a tokenizer's own parser reads.
 
         Args:
@@ -311,7 +310,7 @@ class Reader:
         if not whole:  # up to the end of the block, if it has one
             end = self._close.search(self._held, max(1, inner))
             size = inner if end is None else end.end()
-        self._read_text(max(1, size))
+        self._emit_text(max(1, size))
 
     def _calls_in(self, start: int, stop: int) -> list[Call]:
         """The calls that a part of the held text is, as many as there may be; none where one is of no tool."""
@@ -329,7 +328,7 @@ class Reader:
             calls.append(self._call_of(one["name"], None, text))
         return calls if self.parallel else calls[:1]
 
-    def _argument(self) -> None:
+    def _read_arguments(self) -> None:
         size, piece, done = self._arguments.read(self._held, self._final, self._cut)
         self._take(size)
         self._write(piece)
@@ -372,11 +371,11 @@ class Reader:
     def _close_text(self) -> None:
         """End the text so far, where a mark or nothing follows it. Raises Wait where a stop text has ended it."""
         if self.stop is None:
-            self._read_text(0, final=True)
+            self._emit_text(0, final=True)
         if self.stop is not None:
             raise Wait
 
-    def _read_text(self, size: int, *, final: bool = False) -> None:
+    def _emit_text(self, size: int, *, final: bool = False) -> None:
         """Emit ``size`` characters of the held text as text, up to a stop text, or to what may begin one if the text is not
         ``final``."""
         text = self._pending + self._take(size)

@@ -62,24 +62,20 @@ class Sessions:
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="locret-save")
 
     def find(self, request: ServerRequest) -> PrefixKey | None:
-        """Key of the session in memory that has read the longest prefix of a prompt, and nothing else but thoughts."""
-        keys = (key for parked in self.parked.values() for key in parked.keys)
-        best = request.prompt.longest(keys, request.owner, request.document_id)
+        """Key of the session that has read the longest prefix of a prompt, and nothing else but thoughts: in memory, or in a file
+        where that has more. Files are looked through when they have changed: this is asked at every step, for every request
+        that waits."""
+        about = request.owner, request.document_id
+        best = request.prompt.longest((key for parked in self.parked.values() for key in parked.keys), *about)
         tokens = len(request.prompt.ids)
         grown = best is not None and self.parked[best.name].cache.context.outgrown(tokens + best.skipped)
-        return None if grown else best
-
-    def find_file(self, request: ServerRequest) -> PrefixKey | None:
-        """The key of the file that has, as ``find``. It is looked for again when files have changed: this is asked at every step,
-        for every request that waits."""
-        lookup = request.lookup
+        best, lookup = None if grown else best, request.lookup
         if self.store is None or lookup.load_tries >= MAX_LOADS:
-            return None
+            return best
         if lookup.store_version != self.store.version:
             lookup.store_version = self.store.version  # before the keys: what comes meanwhile is found next time
-            keys = self.store.sessions(request.owner)
-            lookup.file = request.prompt.longest(keys, request.owner, request.document_id)
-        return lookup.file
+            lookup.file = request.prompt.longest(self.store.sessions(request.owner), *about)
+        return max(filter(None, (best, lookup.file)), key=lambda key: key.tokens, default=None)
 
     def unpark(self, parked: ParkedSession) -> None:
         """Remove a session from the waiting ones, because a request continues it."""
@@ -232,20 +228,19 @@ class Admission:
         if request.cache is not None:  # a document's, or a session's from its file
             self._resume(request, request.cache, lookup.skipped)
             return
-        key = file = None
-        if request.spec.is_default:
-            key, file = sessions.find(request), sessions.find_file(request)
-        if file is not None and file.tokens > (key.tokens if key is not None else 0):
-            if self._room():
-                taken = {one.lookup.name for one in (*self.active, *self.queue)} | {*sessions.parked}
-                # A branch of a conversation that went on gets a file of its own.
-                lookup.name = "" if file.name in taken else file.name
-                sessions.load(request, file)
-        elif key is None:
+        key = sessions.find(request) if request.spec.is_default else None
+        parked = None if key is None else sessions.parked.get(key.name)
+        if key is None:
             self._begin(request)
-        elif not (parked := sessions.parked[key.name]).saving and self._resume(request, parked.cache, key.skipped):
-            lookup.name = key.name
-            sessions.unpark(parked)
+        elif parked is not None and key in parked.keys:
+            if not parked.saving and self._resume(request, parked.cache, key.skipped):
+                lookup.name = key.name
+                sessions.unpark(parked)
+        elif self._room():
+            taken = {one.lookup.name for one in (*self.active, *self.queue)} | {*sessions.parked}
+            # A branch of a conversation that went on gets a file of its own.
+            lookup.name = "" if key.name in taken else key.name
+            sessions.load(request, key)
 
     def _resume(self, request: ServerRequest, cache: BoundedCache, skipped: int) -> bool:
         """Admit a request with a cache that has read its prefix and ``skipped`` tokens of thoughts. If the thoughts are dropped,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import regex
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 from transformers import PreTrainedTokenizerBase
 
@@ -78,7 +78,9 @@ class CompletionBody(Part):
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, strict=True)]] = Field(default_factory=dict)
+    logit_bias: dict[NonNegativeInt, Annotated[float, Field(ge=-100, le=100, strict=True)]] = Field(
+        default_factory=dict
+    )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """-1 as none: another for each request. Of the others the lowest 32 bits count."""
     stop: Annotated[
@@ -170,13 +172,12 @@ class CompletionBody(Part):
         """
         said = {name: getattr(self, name) for name in DEFAULTS if getattr(self, name) is not None}
         chosen = {**DEFAULTS, **defaults, **said}
-        for token in self.logit_bias:
-            if not (token.isascii() and token.isdigit() and len(token) < 20 and int(token) < vocabulary):
-                raise ValueError(f"logit_bias names {token[:20]!r}, which is no token from 0 to {vocabulary - 1}")
+        if (last := max(self.logit_bias, default=0)) >= vocabulary:
+            raise ValueError(f"logit_bias names {last}, which is no token from 0 to {vocabulary - 1}")
         return Sampling(
             chosen["temperature"], max(0, int(chosen["top_k"])), max(chosen["top_p"], MIN_TOP_P),
             chosen["repetition_penalty"], chosen["min_p"],
-            self.frequency_penalty, self.presence_penalty, tuple((int(at), bias) for at, bias in self.logit_bias.items()),
+            self.frequency_penalty, self.presence_penalty, tuple(self.logit_bias.items()),
         )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from ..answers.forms import AnswerForm
 from ..answers.grammar import after_thought, call_rules, json_rule
 from ..answers.reader import Call, Event, Reader
 from ..documents.document import Document
+from ..engine import Thought
 from ..text.tokens import TooManyTokens, token_bytes
 from .answers import AnswerStream, Reply, Token
 from .bodies import ChatBody, TextBody
@@ -168,11 +169,12 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
         LOG.warning("left out of a request: %s", body.left_out_words)
     if document_id is not None:  # from here on nothing is awaited: what is deleted later finds the requests
         server.ready_document(owner, document_id)
-    drops_thoughts = engine.thoughts == "dropped" and form.thinks
+    most, drops = spec.thought_tokens, engine.thoughts == "dropped" and form.thinks
+    new_thought = partial(Thought, engine.tokenizer, max_tokens=most, apart=spec.apart)
     requests = [
         ServerRequest(
-            prompt, spec, owner=owner, document=document, document_id=document_id or "", number=number,
-            thought=spec.new_thought(engine.tokenizer, prompt), drops_thoughts=drops_thoughts,
+            prompt, spec, owner=owner, document=document, document_id=document_id or "", number=number, drops_thoughts=drops,
+            thought=None if most is None else new_thought(opened=prompt.opened),
         )
         for prompt in prompts for number in range(body.n)
     ]  # fmt: skip

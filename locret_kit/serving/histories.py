@@ -25,7 +25,7 @@ from ..answers.forms import CLOSE, OPEN
 from ..answers.values import nested
 from ..text.template import Refusal, render_traced
 from ..text.untrusted import FIRST, OTHERS, Traced
-from .messages import JsonObject, Message, Tool
+from .messages import JsonObject, Message, Tool, placed
 
 Turn = Mapping[str, object]
 """A message in the form of chat templates, with its ``place`` in the body."""
@@ -350,14 +350,7 @@ def result_text(content: str) -> str:
 
 def rewritten(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
     """The conversation for a template that knows no tools."""
-    made = list[Message]()
-    for message in messages:
-        if message.role == "tool":
-            said = {"role": "user", "content": result_text(message.content), "tool_call_id": None, "name": None}
-            made.append(message.model_copy(update=said))
-            continue
-        content = "\n".join(filter(None, [message.content, *map(call_text, message.tool_calls)]))
-        made.append(message.model_copy(update={"content": content, "tool_calls": []}))
+    made = [placed(str(turn["place"]), turn) for turn in told([one.rendered() for one in messages], pairs=True)]
     if tools:
         lines = (json.dumps(tool.function.model_dump(), ensure_ascii=False) for tool in tools)
         before = f"{made.pop(0).content}\n\n" if made and made[0].role == "system" else ""

@@ -61,10 +61,9 @@ def refusal(scope: Scope, names: Collection[str], origins: Collection[str] = ())
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if origin is not None and not {ANY, origin}.isdisjoint(origins):
         return ""
+    own = origin is None or origin.partition("://")[2] == host
     if site is not None:  # of newer browsers; pages cannot set it, and proxies leave it as it is
         own = site in ("same-origin", "none")
-    else:
-        own = origin is None or origin.partition("://")[2] == host
     said = f"Origin {str(origin)[:100]!r}, Host {host[:100]!r}, Sec-Fetch-Site {str(site)[:100]!r}"
     return "" if own else f"a page of another origin asks: {said}"
 

@@ -18,7 +18,6 @@ from typing import Any, Literal
 from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from transformers import PreTrainedTokenizerBase
 
 from ..documents.document import Document, EvidenceSearch
 from ..documents.document_text import hash_ids
@@ -112,12 +111,6 @@ class AnswerSpec:
     settings: RunSettings | None = None
     policy: Policy | None = None
     evidence: bool = False
-
-    def new_thought(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Thought | None:
-        """A watch of an answer's thought; None where it has no bound."""
-        if self.thought_tokens is None:
-            return None
-        return Thought(tokenizer, opened=prompt.opened, max_tokens=self.thought_tokens, apart=self.apart)
 
     @property
     def max_tokens(self) -> int:

@@ -37,16 +37,14 @@ class AnswerItems:
 
     def __init__(self) -> None:
         self._owners: defaultdict[str, OrderedDict[str, str]] = defaultdict(OrderedDict)
-        self._sizes: defaultdict[str, int] = defaultdict(int)
 
     def add(self, owner: str, items: Iterable[Mapping[str, object]]) -> None:
         """Remember items."""
         mine = self._owners[owner]
-        for item in items:
-            mine[str(item["id"])] = text = json.dumps(item)
-            self._sizes[owner] += len(text)
-            while self._sizes[owner] > MAX_CHARACTERS:
-                self._sizes[owner] -= len(mine.popitem(last=False)[1])
+        mine.update((str(item["id"]), json.dumps(item)) for item in items)
+        size = sum(map(len, mine.values()))
+        while size > MAX_CHARACTERS:
+            size -= len(mine.popitem(last=False)[1])
 
     def resolved(self, owner: str, given: object) -> object:
         """A request's input, with items in place of their references.

@@ -7,12 +7,12 @@ from copy import copy
 from pathlib import Path
 
 import pytest
-from families import ARGUMENTS, FAMILIES, TEXT, THOUGHT, TOOL, family_tokenizer, joined
+from families import ARGUMENTS, FAMILIES, TEXT, THOUGHT, TOOL, family_tokenizer, follows, joined, read_pieces
 from real_templates import real_tokenizer
 
 from locret_kit.answers.forms import UNKNOWN, answer_form
 from locret_kit.answers.grammar import after_thought, call_rules
-from locret_kit.answers.reader import Event, Reader
+from locret_kit.answers.reader import Reader
 from locret_kit.serving.constraint import constraint, speller
 from locret_kit.text.template import render
 from locret_kit.text.tokens import TextStream
@@ -31,10 +31,7 @@ def new_reader(name: str) -> Reader:
 
 
 def read(name: str, pieces: list[str]) -> list[tuple[str, str]]:
-    reader, events = new_reader(name), list[Event]()
-    for piece in pieces:
-        events += reader.feed(piece)
-    return joined(events + reader.end())
+    return read_pieces(new_reader(name), pieces)
 
 
 def parts(runs: list[tuple[str, str]]) -> dict[str, str]:
@@ -143,10 +140,8 @@ def test_forms_of_others(marks, answer, events):
     tokenizer = copy(family_tokenizer("granite-4"))
     tokenizer.chat_template, thoughts = f"{{{{ tools }}}}{marks}", None
     for pieces in ([answer], list(answer), *([answer[:at], answer[at:]] for at in range(len(answer)))):
-        reader, found = Reader(answer_form(tokenizer, tools=True), SCHEMAS), list[Event]()
-        for piece in pieces:
-            found += reader.feed(piece)
-        assert joined(found + reader.end()) == events, pieces
+        reader = Reader(answer_form(tokenizer, tools=True), SCHEMAS)
+        assert read_pieces(reader, pieces) == events, pieces
         thoughts = thoughts or reader.thoughts
         assert reader.thoughts == thoughts, pieces
 
@@ -157,10 +152,10 @@ def test_without_tools_a_call_is_text_and_channels_are_read():
     answer = (
         f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>final<|message|>{TEXT}<|return|>"
     )
-    assert joined([*reader.feed(answer), *reader.end()]) == [("thought", THOUGHT), ("text", TEXT)]
+    assert read_pieces(reader, [answer]) == [("thought", THOUGHT), ("text", TEXT)]
     assert all(mark in reader.marks for mark in ("<|channel|>", "<|message|>", "<|start|>", "<|end|>"))
     qwen = Reader(answer_form(family_tokenizer("qwen3")))
-    assert joined([*qwen.feed(FAMILIES["qwen3"].answer), *qwen.end()])[1][1].endswith("</tool_call>")
+    assert read_pieces(qwen, [FAMILIES["qwen3"].answer])[1][1].endswith("</tool_call>")
 
 
 def test_a_form_that_nothing_tells():
@@ -170,7 +165,7 @@ def test_a_form_that_nothing_tells():
     assert form.calls == UNKNOWN and not form.thinks
     reader = Reader(form, SCHEMAS)
     text = "<call>depth(north)</call> <think>no</think>"
-    assert joined([*reader.feed(text), *reader.end()]) == [("text", text)]
+    assert read_pieces(reader, [text]) == [("text", text)]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -187,9 +182,4 @@ def test_a_grammar_lets_a_family_think_and_call_in_its_own_form(name):
     text = answer.replace(f"{TEXT}\n\n", "").replace(f"{TEXT}\n", "").replace(TEXT, "")
     text = text.replace("<|channel|>commentary<|message|><|end|><|start|>assistant", "")
     for said, right in ((text, True), (f"{answer} more", False), (text[:-9], False)):
-        grammar, possible = maker(), True
-        for token in [*tokenizer(said, add_special_tokens=False).input_ids, tokenizer.eos_token_id]:
-            possible = possible and bool(grammar.allowed(len(tokenizer))[token])
-            if possible:
-                grammar.take(token)
-        assert possible == right, said
+        assert follows(maker(), tokenizer, said) == right, said

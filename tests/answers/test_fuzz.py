@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import pytest
 import regex
-from families import FAMILIES, TOOL, family_tokenizer, joined
+from families import FAMILIES, TOOL, family_tokenizer, read_pieces
 
 from locret_kit.answers.forms import FORMS, answer_form, example
-from locret_kit.answers.reader import Event, Reader
+from locret_kit.answers.reader import Reader
 
 SCHEMAS = {"depth": TOOL["function"]["parameters"], "now": {}}
 SIGNS = [
@@ -28,11 +28,14 @@ ANSWERS = 30
 
 def read(make, pieces: list[str]):
     """Events, thoughts, the stop text and its place, and arguments of the calls."""
-    reader, events = make(), list[Event]()
-    for piece in pieces:
-        events += reader.feed(piece)
-    events += reader.end()
-    return joined(events), reader.thoughts, reader.stop, reader.stopped_at, [call.arguments for call in reader.calls]
+    reader = make()
+    return (
+        read_pieces(reader, pieces),
+        reader.thoughts,
+        reader.stop,
+        reader.stopped_at,
+        [call.arguments for call in reader.calls],
+    )
 
 
 def new_answer(chance: random.Random, marks: list[str], wholes: list[str]) -> tuple[str, list[str]]:

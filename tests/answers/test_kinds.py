@@ -7,12 +7,12 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from families import TOOL, XML, chatml, family_tokenizer, joined
+from families import TOOL, XML, chatml, family_tokenizer, follows, joined, read_pieces
 
 from locret_kit.answers import forms
 from locret_kit.answers.forms import AnswerForm, answer_form, call_form
 from locret_kit.answers.grammar import call_rules
-from locret_kit.answers.reader import Event, Reader
+from locret_kit.answers.reader import Reader
 from locret_kit.serving.bodies import ChatBody
 from locret_kit.serving.completions import form_of_answer
 
@@ -32,10 +32,7 @@ def read(form: AnswerForm, answer: str, **given) -> list[tuple[str, str]]:
     """The events, the same whole, in characters and in two pieces."""
     found = list[list[tuple[str, str]]]()
     for pieces in ([answer], [*answer], *([answer[:at], answer[at:]] for at in range(1, len(answer)))):
-        reader, events = Reader(form, SCHEMAS, **given), list[Event]()
-        for piece in pieces:
-            events += reader.feed(piece)
-        found.append(joined([*events, *reader.end()]))
+        found.append(read_pieces(Reader(form, SCHEMAS, **given), pieces))
         assert found[-1] == found[0], pieces
     return found[0]
 
@@ -201,14 +198,8 @@ def test_an_answer_of_a_schema_takes_the_models_own_way(name, template, before, 
     form = answer_form(tokenizer)
     make, reader = form_of_answer(engine, body, form, False)
     for text, right in ((f"{before}true{after}", True), (f"{before}yes{after}", False), ("true", True)):
-        grammar, possible = make(), True
-        for token in [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]:
-            possible = possible and bool(grammar.allowed(len(tokenizer))[token])
-            if possible:
-                grammar.take(token)
-        assert possible == right, text
-    made = reader(thinks=False)
-    assert joined([*made.feed(f"{before}true{after}"), *made.end()])[-1] == ("text", "true")
+        assert follows(make(), tokenizer, text) == right, text
+    assert read_pieces(reader(thinks=False), [f"{before}true{after}"])[-1] == ("text", "true")
 
 
 def test_marks_that_the_vocabulary_alone_has():

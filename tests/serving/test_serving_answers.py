@@ -73,14 +73,14 @@ def test_stop_texts_over_http_are_not_cancelled(client, engine):
 def test_a_token_of_a_long_answer_costs_what_one_of_a_short_answer_does(engine, monkeypatch):
     given, decode = [], engine.tokenizer.decode
     monkeypatch.setattr(engine.tokenizer, "decode", lambda ids, **more: given.append(len(ids)) or decode(ids, **more))
-    asked = {"max_tokens": 200, "temperature": 1.5, "seed": 3}
+    asked = {"max_tokens": 110, "temperature": 1.5, "seed": 3}
     plain = "ab" * 80
-    with serving(engine, replace(LIMITS, answer_tokens=200)) as address:
+    with serving(engine, replace(LIMITS, answer_tokens=110)) as address:
         for more in ({}, {"stop": [plain]}, {"stream": True, "logprobs": True, "stop": [plain]}):
             biased = {**asked, **more, "logit_bias": {str(engine.tokenizer.eos_token_id): -100}}
             assert chat(address, user("A story."), **biased).status_code == 200
     cache = BoundedCache(SETTINGS, parse_policy("streaming"), prompt_length=4)
-    assert str(Answer(engine.model, engine.tokenizer, [5, 6, 7, 8], cache, max_new_tokens=200, sampling=Sampling(1.5)))
+    assert str(Answer(engine.model, engine.tokenizer, [5, 6, 7, 8], cache, max_new_tokens=110, sampling=Sampling(1.5)))
     assert len(given) > 400 and max(given) <= 80
 
 

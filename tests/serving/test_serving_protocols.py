@@ -143,7 +143,7 @@ NUMBERS = {
 @pytest.mark.parametrize("path", NUMBERS)
 def test_what_is_no_number(url, path):
     """A boolean, though it is a number in Python, a text, and what JSON has no word for."""
-    wrong, (body, places) = (True, False, "1", "0.5", " 1", "true", float("nan"), float("inf"), [1], {}), NUMBERS[path]
+    wrong, (body, places) = (True, "1", float("nan"), [1]), NUMBERS[path]
     headers = bearer() | {"content-type": "application/json", "connection": "close"}
     with httpx.Client(headers=headers, timeout=300) as client:
         for place in places.split():
@@ -184,14 +184,6 @@ def test_arguments_of_calls_that_are_too_deep():
             ChatBody.model_validate({"messages": messages}).ids(tiny_tokenizer("{{ tools }}{{ messages }}"), None)
 
 
-def test_what_is_no_token(url):
-    for ids in ([True], [1, "1"], [1, True], [1.5]):
-        bodies = {"prompt": ids}, {"prompt": [ids]}, {"tokens": ids}
-        for path, body in zip(("v1/completions", "v1/completions", "detokenize"), bodies, strict=True):
-            answer = httpx.post(f"{url}/{path}", json=body, headers=bearer())
-            assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(next(iter(body))), body
-
-
 def test_numbers_as_json_has_them():
     """A whole one is an integer, with a point or without."""
     for kind, body in BODIES.items():
@@ -200,15 +192,6 @@ def test_numbers_as_json_has_them():
             made = kind.model_validate({**body, name: value, "temperature": 1, "top_k": 5.0})
             assert (made.max_tokens, type(made.max_tokens), made.temperature, made.top_k) == (tokens, int, 1.0, 5)
         assert kind.model_validate({**body, "temperature": None, "seed": None}).temperature is None
-
-
-@pytest.mark.parametrize("path", ["v1/chat/completions", "v1/messages", "v1/responses", "tokenize"])
-def test_arguments_that_the_template_does_not_take(url, path):
-    body = {"messages": user("Hi"), "input": "Hi", "max_tokens": 8, "chat_template_kwargs": {"messages": []}}
-    answer = httpx.post(f"{url}/{path}", json=body, headers=bearer())
-    assert answer.status_code == 400 and "takes no argument 'messages'" in answer.text, answer.text
-    answer = httpx.post(f"{url}/{path}", json=body | {"chat_template_kwargs": 1}, headers=bearer())
-    assert answer.status_code in (400, 422) and "chat_template_kwargs" in answer.text, answer.text
 
 
 def test_tokens_of_messages_with_tools(url):

@@ -153,7 +153,7 @@ def test_lists_and_token_ids(url, engine):
     assert text(url, ids).json()["choices"][0]["text"] == one
     assert text(url, [ids, ids[:2]]).json()["choices"][0]["text"] == one
     assert both["usage"]["prompt_tokens"] == len(ids) + len(engine.tokenizer("A man").input_ids)
-    for wrong in ([], [[]], [10**9], [-1], [1.5], ["a", 1], {"a": 1}, ["x"] * 65):
+    for wrong in ([], [[]], [10**9], [-1], [1.5], [True], [[1, "1"]], ["a", 1], {"a": 1}, ["x"] * 65):
         assert text(url, wrong).status_code == 400, wrong
 
 

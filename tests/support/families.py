@@ -6,15 +6,17 @@ Granite 4.0 and Nemotron 3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from real_templates import QWEN3
 from tiny_text import PROSE
 from tiny_tokenizer import byte_level
+from transformers import PreTrainedTokenizerBase
 
-from locret_kit.answers.reader import Event
+from locret_kit.answers.reader import Event, Reader
+from locret_kit.serving.constraint import Grammar
 
 TOOL = {
     "type": "function",
@@ -205,3 +207,17 @@ def joined(events: Sequence[Event]) -> list[tuple[str, str]]:
         else:
             runs.append((event.kind, event.text))
     return runs
+
+
+def follows(grammar: Grammar, tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+    """Whether a grammar allows a text and its end."""
+    for token in [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]:
+        if not grammar.allowed(len(tokenizer))[token]:
+            return False
+        grammar.take(token)
+    return True
+
+
+def read_pieces(reader: Reader, pieces: Iterable[str]) -> list[tuple[str, str]]:
+    """The events of an answer that comes in these pieces, see ``joined``."""
+    return joined([event for piece in pieces for event in reader.feed(piece)] + reader.end())
