@@ -4,7 +4,7 @@
     python scripts/decoders.py 'qwen3*' 'gemma*' --rows -       some rows, printed
     python scripts/decoders.py 'qwen3*' --size heads=6 kv_heads=3 head_dim=24 layers=6 --rows -
 
-A row runs in a process of its own: what crashes, never ends or answers wrongly is said so, and the others go on. The checks are
+A row runs in a process of its own: crashes, hangs and wrong answers are reported, and the others go on. The checks are
 those of ``tests/support/tiny_decoders/checks.py``; the exit code is 1 where a verdict is neither right nor a refusal.
 """
 

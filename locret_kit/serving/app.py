@@ -189,7 +189,7 @@ class Guard:
 
 
 FILES = {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript"}
-"""The page: three files that ask for nothing but this server."""
+"""The page: three files, with requests to this server only."""
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
