@@ -204,7 +204,7 @@ def _sentences(records: Sequence[Record], kinds: Sequence[str]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run rows, write or print them, and say what is wrong."""
+    """Run rows, write or print them, and report wrong ones."""
     sizes = {field.name: field.default for field in fields(Sizes)}
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("patterns", nargs="*", default=["*"], help="rows by name; a name that is none is a model type")
