@@ -13,7 +13,7 @@ PACKAGES = {
     "checkpoints/smollm2-135m-locret": "locret_demo",
     "checkpoints/gemma3-270m-locret": "locret_gemma3_270m",
 }
-"""Names of the heads, and what a wheel calls their folders. Gemma's are in clones only, because of their terms of use."""
+"""Names of the heads, and of their folders in a wheel. Gemma's are in clones only, because of their terms of use."""
 
 
 def heads_folder(name: str) -> Path:

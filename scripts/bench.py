@@ -2,7 +2,7 @@
 
 The card's own ceilings, a bfloat16 matmul and a copy, come first. An operation is timed only after its kernel agrees with its
 reference on random inputs of the same shape (`gate`). Times are the device's (CUDA events around a call, or around a graph of it
-of Triton's), with the L2 cache flushed between repetitions, of which rows give p20, p50 and p80. On a CPU the
+of Triton's), with the L2 cache flushed between repetitions; rows have p20, p50 and p80. On a CPU the
 references alone are timed, by the clock.
 """
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 ERROR, LARGEST = 1e-2, 0.1
-"""Bounds on bfloat16 kernels against float32 references, as shares of the reference's root mean square: on the root mean square
-of the errors (8 bits of mantissa are 0.2% to 0.3% of it), and on the largest error."""
+"""Bounds on bfloat16 kernels against float32 references: the root mean square of the errors, and the largest error. Both are
+shares of the reference's root mean square, where 8 bits of mantissa make 0.2% to 0.3%."""
 SHAPES = {"phi3-mini": Shape(32, 32, 96, 6000, 3072), "llama3.1-8b": Shape(32, 8, 128, 16384, 1024)}
 """Recipe -> its sizes (Locret, table 6)."""
 OWN = {"triton", "cpu"}

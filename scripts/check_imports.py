@@ -1,4 +1,4 @@
-"""Import what the programs of ``on_card.sh`` import, and name in one line what is missing: exit status 1.
+"""Import the packages of ``on_card.sh``'s programs; name the missing ones in one line, with exit status 1.
 
 A card's machine may have no way to install anything, so packages travel to it as wheels.
 """

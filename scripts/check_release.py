@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 IN_WHEEL = {"locret_kit": "locret_kit", "kernels/locret_kernels": "locret_kernels", "recipes": "locret_recipes"}
-"""Folders of which every file that is no bytecode must be in the wheel, and what they are called there."""
+"""Folders whose files must all be in the wheel, except bytecode, and the folders' names there."""
 IN_SDIST = ("docs", "examples", "scripts", "tests", "recipes", "locret_kit", "kernels")
 
 
@@ -70,7 +70,7 @@ def missing_of_sdist(sdist: tarfile.TarFile) -> list[str]:
 
 
 def check_contents(folder: Path) -> int:
-    """Name what is missing; 1 if anything is."""
+    """Name the missing files; 1 if there are any."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
@@ -115,7 +115,7 @@ def check_answer(work: Path) -> int:
 
 
 def main() -> int:
-    """The exit status of what the words ask for."""
+    """Run the command of the words; its exit status."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, help="a wheel and an sdist, whose contents are checked")
     args = parser.parse_args()

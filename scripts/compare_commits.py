@@ -2,7 +2,7 @@
 
     python scripts/compare_commits.py OLD [NEW=HEAD] [--seed 0] [--examples 20] [--steps 30] [--work FOLDER]
 
-Both commits are checked out beside each other and run the same published commands on the demo backbone, one thread, in
+Both commits are checked out next to each other and run the same published commands on the demo backbone, one thread, in
 float32. Examples are drawn by ``--seed``: `locret`, `rereading-locret` and six other policies, three lengths, some with
 4-bit keys and values, some with heads of different lengths. The training is killed (SIGKILL) once and resumed. Prints one
 line per example, and exits with status 1 where anything differs.
@@ -80,7 +80,7 @@ class Checkout:
 
     @classmethod
     def of(cls, commit: str, work: Path) -> Checkout:
-        """Check a commit out beside this one; the backbone is shared."""
+        """Check a commit out next to this one; the backbone is shared."""
         name = subprocess.check_output(["git", "rev-parse", commit], cwd=ROOT, text=True).strip()
         folder = work / name[:12]
         if not folder.exists():

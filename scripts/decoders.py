@@ -4,7 +4,7 @@
     python scripts/decoders.py 'qwen3*' 'gemma*' --rows -       some rows, printed
     python scripts/decoders.py 'qwen3*' --size heads=6 kv_heads=3 head_dim=24 layers=6 --rows -
 
-A row runs in a process of its own: what crashes, never ends or answers wrongly is said so, and the others go on. The checks are
+A row runs in a process of its own: crashes, hangs and wrong answers are reported, and the others go on. The checks are
 those of ``tests/support/tiny_decoders/checks.py``; the exit code is 1 where a verdict is neither right nor a refusal.
 """
 
@@ -204,7 +204,7 @@ def _sentences(records: Sequence[Record], kinds: Sequence[str]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run rows, write or print them, and say what is wrong."""
+    """Run rows, write or print them, and report wrong ones."""
     sizes = {field.name: field.default for field in fields(Sizes)}
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("patterns", nargs="*", default=["*"], help="rows by name; a name that is none is a model type")

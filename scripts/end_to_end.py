@@ -36,7 +36,7 @@ from locret_kit.runtime.session import Sampling, decode, prefill
 WARM, TIMED = 8, 48
 """Decoded tokens."""
 PASSES = 3
-"""Short prefills in which shares are taken."""
+"""Short prefills that shares are taken from."""
 BEHIND = 8192
 """Tokens of the shorter prompt that decoding is timed after, where the budget is below."""
 SHARE = 0.2
@@ -58,7 +58,7 @@ class Figure(NamedTuple):
 
 @dataclass
 class Run:
-    """A model under measurement, and what is known of it so far."""
+    """A model under measurement, and its figures so far."""
 
     name: str
     config: Any
@@ -116,7 +116,7 @@ class Run:
         return time.perf_counter() - began, logits
 
     def compile(self, policy: str = "locret") -> None:
-        """Read a short prompt, once: kernels are compiled for the sizes of a prefill outside of what is timed."""
+        """Read a short prompt, once: kernels are compiled for the sizes of a prefill before it is timed."""
         if policy not in self.warm:
             tokens = short(self.setting)
             self.read(self.cache(policy, context=tokens), tokens)
@@ -140,7 +140,7 @@ class Run:
         return operations(self.config, replace(self.setting.with_run(budget=budget), context=tokens)) / self.flops
 
     def expected(self, policy: str = "locret") -> float:
-        """Seconds that ``whole`` will take, from what was measured; 0 where it was."""
+        """Seconds that ``whole`` will take, from earlier measurements; 0 if it was measured itself."""
         if policy in self.seconds:
             return 0.0
         work = self.floor(self.setting.context) + self.floor(short(self.setting))  # and the short one before it
@@ -186,7 +186,7 @@ def attention(run: Run) -> str:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
+    """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -6,7 +6,7 @@
     python scripts/gpu.py --device cpu --model tiny --tokens 2048   # does it run to its end
 
 The card's own ceilings (a bfloat16 matmul, a copy) come first, and once more at the end. After the first comes a gate on
-correctness, then what is timed: see `end_to_end.py` for whole models, `bench.py` for operations alone,
+correctness, then the timings: see `end_to_end.py` for whole models, `bench.py` for operations alone,
 whose rows have a file of their own. Every row is written at once. A measurement that does not fit into
 ``--minutes`` or into memory, or uses an operation that is wrong, gets a row that says so, and the others go on. The exit status
 is 1 where something was wrong.
@@ -85,7 +85,7 @@ class Step(NamedTuple):
     part: str
     says: str
     expected: Callable[[e2e.Run], float]
-    """Seconds, from what is known so far."""
+    """Seconds, from the figures so far."""
     figures: Callable[[e2e.Run], Iterator[e2e.Figure]]
     uses: frozenset[str] = PREFILL
     """Operations that must be right."""
@@ -235,7 +235,7 @@ def ceilings(table: Table, device: torch.device, when: str = "") -> tuple[float,
 
 
 def operations(table: Table, shapes: dict[str, Shape], device: torch.device) -> bool:
-    """Each operation alone, into a file beside the table's, as long as there is time; whether all were right."""
+    """Each operation alone, into a file next to the table's, as long as there is time; whether all were right."""
     out, right = table.out.with_name(f"{table.out.stem}-operations.csv"), True
     milliseconds = 100 if device.type == "cuda" else 1  # on a CPU it shows that they run
     try:

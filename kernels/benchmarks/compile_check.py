@@ -4,10 +4,10 @@
                                                [--kernel NAME ...] [--against FILE]
 
 The cases of ``locret_kernels/cases.py`` run on meta tensors. Where a kernel would be launched, Triton compiles it for the same
-arguments. A kernel above its card's shared memory fails, and so does one that spills. ``--against`` fails where a row takes more
-shared memory, spills more or takes over 10% more registers than the table's row of the same Triton; of a Triton or a kernel that
-the table lacks, a card's limits and spills are checked alone, and a line says so of a Triton. ``--csv`` replaces the rows of this
-Triton in the table, those of ``--kernel`` alone where kernels are named.
+arguments. A kernel above its card's shared memory fails, and so does one that spills. ``--against`` also fails where a row takes
+more shared memory, spills more or takes over 10% more registers than the table's row of the same Triton. A kernel or a Triton
+that the table lacks is checked against the card's limits alone; a line reports such a Triton. ``--csv`` replaces the rows of
+this Triton in the table, or those of ``--kernel``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Row(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel and what it was called with."""
+    """A kernel and the arguments of a launch."""
 
     kernel: triton.runtime.JITFunction[object]
     args: tuple[torch.Tensor, ...]

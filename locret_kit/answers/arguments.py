@@ -54,7 +54,7 @@ class Value:
         self._at, self._done = 0, False
 
     def end(self, held: str, at: int, final: bool) -> tuple[int, bool]:
-        """The place up to which a text is read, and whether the value ends there. Each time it is the same text, or a longer one.
+        """End of the part of a text that is read, and whether the value ends there. Each call has the same text, or a longer one.
 
         Args:
             at: place where the value begins. final: whether nothing follows.

@@ -304,8 +304,8 @@ def entry_scores(
     v: Tensor,
     places_BT: Tensor | None = None,
 ) -> Score:
-    """Scores of new tokens after ``seen`` others; None where they are not read. ``places``: the position of each in its own text,
-    of tokens of several texts, whose contexts ``score_alike``; ``rows`` are then those of any."""
+    """Scores of new tokens after ``seen`` others; None where they are not read. For a batch, ``places_BT[b, t]`` is the token's
+    position in its own text. ``rows`` may then be any text's, because their contexts ``score_alike``."""
     began, layer = time.perf_counter(), rows.number
     # A windowed layer's scores are never read, and its score's memory would grow with the text.
     score: Score = None

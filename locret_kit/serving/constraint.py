@@ -80,7 +80,7 @@ def constraint(
     text_end: str = "",
     notes: list[str] | None = None,
 ) -> Callable[[], Grammar]:
-    """A maker of constraints. An answer under a constraint follows one of the rules, in which ``text`` is one with this end.
+    """A maker of constraints. An answer under a constraint follows one of the rules, whose ``text`` has this end.
 
     Formats of texts that the library does not know have no effect, as JSON Schema has it, and are added to ``notes``.
 

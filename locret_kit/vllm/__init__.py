@@ -1,7 +1,7 @@
 """vLLM with a bounded cache, out of vLLM's tree: each request has one page for its whole life.
 
 To vLLM's scheduler a bounded cache is a state of constant size. Attention, scores and evictions are the kit's own, over pages
-that vLLM owns; nothing is told to the scheduler, and nothing of vLLM is changed.
+that vLLM owns. vLLM's code is unchanged.
 
 An engine asks for it by naming ``locret_kit.vllm:Requests`` among its logits processors. The kit has one of vLLM's entry
 points, ``warn``: every engine of the environment loads them. Nothing of vLLM is imported for it.

@@ -1,6 +1,6 @@
 """Last used 2026-11-23, for docs/results/speed.md.
 
-Seconds a prompt token at each length and policy, in turn, in one process; with --full beside model.generate's prefill.
+Seconds a prompt token at each length and policy, in turn, in one process; with --full next to model.generate's prefill.
 
     python scripts/research/cost.py --ckpt checkpoints/smollm2-135m-locret --length 8192 65536 --budget 1024
     python scripts/research/cost.py --ckpt ... --length 16384 --budget 512 --policy recency h2o snapkv 'kvcrush(base=snapkv)'

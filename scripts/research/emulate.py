@@ -3,9 +3,9 @@
     python scripts/research/emulate.py 64 vnni tests/kernels/test_products.py -k native
 
 ``64`` or ``32`` bytes a vector, with ``vnni`` or ``plain``, then what pytest takes. The lines for that processor are compiled for
-this one: each intrinsic is the function of SIMDe (Debian: ``libsimde-dev``; https://github.com/simd-everywhere/simde) that
-computes the same, lane by lane, and those that SIMDe 0.7 lacks are in ``avx512.h``. Results are what is shown: neither speed, nor
-what a compiler makes of the intrinsics. 32 bytes with VNNI are the lines for AVX-VNNI, too. This machine needs AVX2.
+this one. Each intrinsic is the function of SIMDe (Debian: ``libsimde-dev``; https://github.com/simd-everywhere/simde) that
+computes the same, lane by lane. Those that SIMDe 0.7 lacks are in ``avx512.h``. That shows results, but neither speed nor
+compiled intrinsics. 32 bytes with VNNI are the lines for AVX-VNNI, too. This machine needs AVX2.
 Used on 2026-11-27 (``docs/limits.md``).
 """
 

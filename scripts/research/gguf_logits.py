@@ -1,6 +1,6 @@
 """Last used 2026-11-26, for docs/results/speed.md.
 
-Measure how far the logits of a GGUF file are from exact ones, the kit's beside llama.cpp's: print a table of
+Measure how far the logits of a GGUF file are from exact ones, the kit's and llama.cpp's: print a table of
 docs/results/speed.md.
 
     python scripts/research/gguf_logits.py --model checkpoints/SmolLM2-135M-Instruct --gguf FILE.gguf [FILE.gguf ...]

@@ -36,7 +36,7 @@ def device_rows(policy: str, slots: int) -> int:
 
 
 def remembers(policy: str) -> bool:
-    """Whether what is evicted lives on in a store."""
+    """Whether evicted slots live on in a store."""
     made = _parsed(policy)
     return made is not None and made.recall is not None
 
@@ -48,7 +48,7 @@ def is_sparse(policy: str) -> bool:
 
 
 def _parsed(policy: str) -> Policy | None:
-    """None for what stands beside policies in a table: an oracle, retrieval, or heads that were not trained."""
+    """None for rows that are no policies: an oracle, retrieval, or heads that were not trained."""
     return None if reads_alone(policy) or policy == RANDOM_HEADS else parse_policy(policy)
 
 
@@ -102,7 +102,7 @@ def _best(ours: Cell, cells: Sequence[Cell], usual: str) -> str:
 
 
 def recall_table(rows: Sequence[Row], heads: str) -> str:
-    """Every policy whose evicted slots live on, beside ``locret`` with as many rows on the device, on the same prompts."""
+    """Every policy whose evicted slots live on, next to ``locret`` with as many rows on the device, on the same prompts."""
     found: dict[tuple[Place, str], list[Row]] = defaultdict(list)
     for row in rows:
         if row.score is not None and row.heads in (heads, "-") and (row.policy == "locret" or remembers(row.policy)):
@@ -123,7 +123,7 @@ def recall_table(rows: Sequence[Row], heads: str) -> str:
 
 
 def sparse_table(rows: Sequence[Row]) -> str:
-    """Sparse prefill beside dense attention on the same prompts; times where one day's run took both."""
+    """Sparse prefill next to dense attention on the same prompts; times where one day's run took both."""
     found: dict[tuple[str, str, str, int], dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if row.score is not None and (row.policy == "full" or is_sparse(row.policy)):

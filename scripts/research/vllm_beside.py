@@ -41,7 +41,7 @@ BENCH = (
 
 
 class Case(NamedTuple):
-    """Prompts of so many tokens and answers of so many, in so many MiB of cache, and (requests, of which at most at once)."""
+    """Tokens of a prompt and of an answer, MiB of cache, and (requests, at most at once)."""
 
     tokens: int
     new: int

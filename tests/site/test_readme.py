@@ -9,14 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from scripts_loaded import load_script
+
 from locret_kit.cli.eval import COMMANDS
 from locret_kit.config import recipes
-from locret_kit.config.eval_options import EVAL, load_eval_config
-from locret_kit.config.infer_options import ASK, CHAT, INFER, INFO, KEPT, READ
-from locret_kit.config.recipes import TRAIN
+from locret_kit.config.eval_options import load_eval_config
 from locret_kit.config.schema import COMMON_OPTIONS, given_by, options_of
-from locret_kit.config.serve_options import PLAN, SERVE, VLLM, shared_out
-from locret_kit.config.train_options import PUBLISH
+from locret_kit.config.serve_options import shared_out
 from locret_kit.policies import grammar, registry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,14 +28,13 @@ PAGES = {
     page: page.read_text(encoding="utf-8")
     for page in (*(ROOT / name for name in FIRST), *sorted((ROOT / "docs").rglob("*.md")), *LOGS)
 }
-SIMPLE = {command.name: command for command in (INFER, READ, INFO, ASK, KEPT, CHAT, PLAN, PUBLISH, SERVE, VLLM)}
-KIT = {**SIMPLE, "locret-eval": EVAL, "locret-train": TRAIN}
+KIT = {command.name: command for command in load_script("scripts/make_reference.py").COMMANDS}
 OPTIONS = {name: {*options_of(command.schema), *command.aliases, *COMMON_OPTIONS} for name, command in KIT.items()}
-OTHERS = (
-    "max_model_len data_parallel_size tensor_parallel_size api_server_count max_num_batched_tokens enforce_eager "  # vLLM's
-    "logits_processors model_args held lengths prompts new_tokens "  # lm-evaluation-harness, scripts
-)
-"""Options of other programs that pages name without the program."""
+OTHERS = {
+    "max_model_len", "data_parallel_size", "tensor_parallel_size", "api_server_count", "max_num_batched_tokens", "enforce_eager",
+    "logits_processors", "model_args", "held", "lengths", "prompts", "new_tokens",
+}  # fmt: skip
+"""Options of other programs that pages name without the program: vLLM, lm-evaluation-harness, scripts."""
 
 
 def table(header: str) -> list[list[str]]:
@@ -92,7 +90,7 @@ def understand(name: str, given: list[str]) -> None:
     elif name == "locret-train":
         recipes.load_config(given)
     elif name != "locret-eval":
-        values = given_by(SIMPLE[name], shared_out(given)[0] if name == "locret-vllm" else given)
+        values = given_by(KIT[name], shared_out(given)[0] if name == "locret-vllm" else given)
         if "policy" in values and "plugin" not in values:
             grammar.parse_policy(values["policy"])
 
@@ -112,11 +110,9 @@ def test_options_in_sentences_exist():
     """Those of a named command belong to it; keys of a training's sections, such as ``optim.steps``, too."""
     keys = OPTIONS["locret-train"]
     sections = {key.partition(".")[0] for key in keys if "." in key}
-    every = {*OTHERS.split(), *(name for names in OPTIONS.values() for name in names)}
-    pages = "".join(
-        text for page, text in PAGES.items() if page.is_relative_to(ROOT / "docs") or page.name == "README.md"
-    )
-    for code in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", pages, flags=re.S)):
+    every = OTHERS.union(*OPTIONS.values())
+    pages = "".join(PAGES[page] for page in PAGES if page.is_relative_to(ROOT / "docs"))
+    for code in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", TEXT + pages, flags=re.S)):
         first = code.split()[0]
         assert first in KIT or not re.fullmatch(r"locret-[a-z]+", first), code
         if first in KIT or first.startswith("--"):
@@ -130,9 +126,7 @@ def test_options_in_sentences_exist():
 def test_no_line_replaces_a_clone_by_a_copy_of_it():
     """``pip install '.[extra]'`` does, where the clone is installed with ``-e``; in pages, messages, scripts and notebooks."""
     for path in (ROOT / name for name in NAMES if name.endswith((".md", ".py", ".sh", ".ipynb", ".yml", ".toml"))):
-        lines = re.findall(
-            r"pip install (?:-(?!e\b|\w*-editable)\S+ )*['\"]?\.[^\n]*", path.read_text(encoding="utf-8")
-        )
+        lines = re.findall(r"pip install (?:-(?!e\b|\w*-editable)\S+ )*['\"]?\.[^\n]*", path.read_text("utf-8"))
         assert path == Path(__file__) or not lines, f"{path}: {lines}"
 
 
@@ -162,9 +156,8 @@ def anchors(page: Path) -> set[str]:
     """Anchors of a page: its headings, and what it names."""
     text = page.read_text(encoding="utf-8")
     headings = re.findall(r"^#+ (.*)", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text), re.M)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings} | {
-        *re.findall(r'id="([\w-]+)"', text)
-    }
+    named = re.findall(r'id="([\w-]+)"', text)
+    return {*named, *(re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings)}
 
 
 def test_links_lead_somewhere():

@@ -16,16 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 BACKBONE = "checkpoints/SmolLM2-135M-Instruct"
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
 LINES = [re.sub(r"( +#.*)?$", "", line) for block in BLOCKS for line in block.splitlines()]
-LEFT_OUT = {
-    "bash scripts/test.sh",
-    "pip install -e '.[documents]'",
-    "python3 -m venv .venv && source .venv/bin/activate",
+RUNS = {
+    "bash scripts/demo.sh": (" 1536", ""),
+    'locret-infer SECURITY.md --question "How do I report a vulnerability?"': ("", "privately"),
 }
-"""The first runs this test, the others install."""
-SHORTER = {"bash scripts/demo.sh": " 1536"}
-"""Tokens of the text, where a command takes longer than a test may."""
-SAYS = {'locret-infer SECURITY.md --question "How do I report a vulnerability?"': "privately"}
-"""Word of a right answer, where the command itself says none."""
+"""Commands that answer, each with arguments that make it shorter, and a word of a right answer where it says none itself. Others
+install, or run this test."""
 
 pytestmark = pytest.mark.backbone
 
@@ -63,20 +59,10 @@ def env(copy, tmp_path) -> dict[str, str]:
 @pytest.mark.timeout(1200)
 def test_every_command_answers_right(copy, env):
     """As it stands, but for comments and the length of the demo's text."""
-    assert set(LINES) > LEFT_OUT | SHORTER.keys()
-    ran = 0
-    for line in LINES:
-        if line in LEFT_OUT:
-            continue
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", line + SHORTER.get(line, "")],
-            cwd=copy,
-            env=env,
-            capture_output=True,
-            text=True,
-        )
+    assert RUNS.keys() < set(LINES)
+    for line, (shorter, word) in RUNS.items():
+        command = ["bash", "-euo", "pipefail", "-c", line + shorter]
+        done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
         assert done.returncode == 0, f"{line}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
         expected = re.search(r"expected answer: (\d+)", done.stderr)
-        assert (expected[1] if expected else SAYS[line]) in done.stdout, f"{line}\n{done.stdout}"
-        ran += 1
-    assert ran == 2
+        assert (expected[1] if expected else word) in done.stdout, f"{line}\n{done.stdout}"

@@ -1,5 +1,5 @@
-"""Attention over two parts of the rows, joined by one Triton kernel, and what the newest queries give; ``__init__.py`` defines
-them. Attention itself is PyTorch's on a card.
+"""Attention over two parts of the rows, joined by one Triton kernel, and the attention of the newest queries; ``__init__.py``
+defines them. Attention itself is PyTorch's on a card.
 """
 
 from __future__ import annotations

@@ -139,8 +139,8 @@ def preferred() -> Path:
 
 @cache
 def folder() -> Path:
-    """Folder of compiled code: ``preferred``, or where others could put files there a folder of this process alone, which is
-    said in a line of the log.
+    """Folder of compiled code: ``preferred``, or, where others could put files there, one of this process alone. A line of
+    the log reports that.
 
     Raises:
         OSError: others could put files there too, or it cannot be made.

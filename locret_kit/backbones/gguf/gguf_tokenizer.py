@@ -1,6 +1,6 @@
-"""The tokenizer and chat template of a GGUF file, as transformers builds it, with what it leaves out.
+"""The tokenizer and chat template of a GGUF file: transformers' conversion, completed.
 
-A file says its tokens, merges and special tokens; of how a text is split before the merges it has but a name (``pre``). Names
+A file has its tokens, merges and special tokens. It has only a name (``pre``) for the split of a text before the merges. Names
 that transformers does not know are refused: other splits give other tokens than the model was trained on. Sources:
 ``llama-vocab.cpp`` of llama.cpp for the names; the models' own ``tokenizer.json`` for what stands there under them.
 
