@@ -154,7 +154,6 @@ class BoundedLayer(CacheLayerMixin):
                 )
                 setattr(self.holder(name), name, own)
             self.layout.begin()
-            self.codec.begin()
         self.is_initialized = True
 
     def measure(self, k_BHTD: Tensor, v_BHTD: Tensor) -> None:
