@@ -43,7 +43,12 @@ def test_compilations_within_the_table():
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     assert re.findall(r"(\d+) compilations, 0 problems", run.stdout) == [str(592 // EVERY)]
     rows = [line.split("\t") for line in run.stdout.splitlines() if "\t" in line]
-    assert {row[2] for row in rows} == {"80", "89", "90", "120"} and {row[3] for row in rows} == {"64", "96", "128", "256"}
+    assert {row[2] for row in rows} == {"80", "89", "90", "120"} and {row[3] for row in rows} == {
+        "64",
+        "96",
+        "128",
+        "256",
+    }
     assert {row[0] for row in rows} == launched()
 
 
