@@ -47,11 +47,12 @@ def _activated(x):
 
 
 @triton.jit
-def _store(
-    x, keep, base, step, zero, to, D: tl.constexpr, CODED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Store rows ``x [BT, BD]``: as they are, or as codes of 8 bits with a step and a zero point for ``CODED`` channels."""
+def _copy(x, there, base, step, zero, to, D: tl.constexpr, CODED: tl.constexpr, BLOCK_T: tl.constexpr,
+          BLOCK_D: tl.constexpr):  # fmt: skip
+    """Store rows from ``x [BT]`` on: as they are, or as codes of 8 bits with a step and a zero point for ``CODED`` channels."""
     columns = tl.arange(0, BLOCK_D)[None, :]  # [1, BD]
+    keep = there[:, None] & (columns < D)  # [BT, BD]
+    x = tl.load(x[:, None] + columns, mask=keep, other=0.0)
     if CODED:
         GROUPS: tl.constexpr = BLOCK_D // CODED
         x = tl.reshape(x.to(tl.float32), [BLOCK_T, GROUPS, CODED])
@@ -68,10 +69,7 @@ def _store(
         y = (tl.minimum(tl.maximum(y, 0.0), 255.0) + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
         x = tl.reshape(y, [BLOCK_T, BLOCK_D])
         group = tl.arange(0, GROUPS)[None, :]  # [1, GROUPS]
-        at, inside = (
-            to[:, None] * (D // CODED) + group,
-            (tl.sum(keep.to(tl.int32), 1) > 0)[:, None] & (group < D // CODED),
-        )
+        at, inside = to[:, None] * (D // CODED) + group, there[:, None] & (group < D // CODED)
         tl.store(step + at, size, mask=inside)
         tl.store(zero + at, low, mask=inside)
     tl.store(base + to[:, None] * D + columns, x.to(base.dtype.element_ty), mask=keep)
@@ -109,13 +107,8 @@ def _enter_rows(
             tl.store(scores + to, total.to(fc2.dtype.element_ty).to(tl.float32), mask=keep)
     there = t < tl.where(h < H, T, 0)
     to = _rows_of(at, t, h, there, stride_ah, stride_at, apart, AT)  # [BT]
-    columns = tl.arange(0, BLOCK_D)[None, :]  # [1, BD]
-    keep = there[:, None] & (columns < D)  # [BT, BD]
-    x = tl.load(k + h * stride_kh + t[:, None] * stride_kt + columns, mask=keep, other=0.0)
-    _store(x, keep, keys, key_step, key_zero, to, D, CODED, BLOCK_T, BLOCK_D)
-    keep = there[:, None] & (columns < V)
-    x = tl.load(v + h * stride_vh + t[:, None] * stride_vt + columns, mask=keep, other=0.0)
-    _store(x, keep, values, value_step, value_zero, to, V, CODED, BLOCK_T, BLOCK_D)
+    _copy(k + h * stride_kh + t * stride_kt, there, keys, key_step, key_zero, to, D, CODED, BLOCK_T, BLOCK_D)
+    _copy(v + h * stride_vh + t * stride_vt, there, values, value_step, value_zero, to, V, CODED, BLOCK_T, BLOCK_D)
     tl.store(positions + to, _rows_of(seen, t, 0 * h, there, 0, 1, 0, SEEN).to(tl.int32), mask=there)
     total = tl.zeros([BLOCK_T], tl.float32)
     if SCORE == ALONE:

@@ -62,9 +62,6 @@ class Codec(ABC):
         """Further buffers, without a row per slot."""
         return {}
 
-    def begin(self) -> None:
-        """Set what buffers must hold before the first row."""
-
     @property
     def open(self) -> bool:
         """Whether rows are read into a scratch, so that those that are stored are not the latest."""

@@ -47,6 +47,9 @@ from .layouts import EqualRows, Index, Layout, Shapes
 # ---- 8 bits ---------------------------------------------------------------------------------------------------------
 
 
+PARTS = ("codes", "step", "zero")
+
+
 class RowBits(Codec):
     """Keys and values in 8 bits, each row by itself. One token's attention reads the codes as they lie, a chunk's all rows in
     the model's dtype, its own too as they are stored."""
@@ -80,13 +83,11 @@ class RowBits(Codec):
         return ByteRows(*(getattr(self, name.rpartition("_")[0]).flatten(0, -2) for name in ByteRows._fields))
 
 
-PARTS = ("codes", "step", "zero")
-
-
 # ---- 4 and 2 bits ---------------------------------------------------------------------------------------------------
 
 
 TAILS = ("tail_keys", "tail_values")
+LEVELS = ("key_step", "key_zero")
 RESIDUAL = 32
 """Newest rows that are always held as they came; up to ``group - 1`` more wait for their group to fill."""
 
@@ -150,7 +151,9 @@ class GroupedBits(Codec):
         return self._tables(self.max_tail)
 
     def _tables(self, tail: int) -> Shapes:
-        return self._levels() | {
+        # Per key group, not per row: one step and one zero point per channel.
+        levels: Shapes = dict.fromkeys(LEVELS, (torch.float16, (self.layout.H, self._groups(), self.key_size)))
+        return levels | {
             "tail_keys": (self.dtype, (self.layout.H, tail, self.key_size)),
             "tail_values": (self.dtype, (self.layout.H, tail, self.value_size)),
         }
@@ -163,11 +166,6 @@ class GroupedBits(Codec):
     def _groups(self, rows: int | None = None) -> int:
         """Key groups of a head with room for ``rows`` rows; by default for those of the layout."""
         return table_size(self.layout.capacity if rows is None else rows, self.spare, self.group_rows)
-
-    def _levels(self) -> Shapes:
-        # Per key group, not per row: one step and one zero point per channel.
-        shape = self.layout.H, self._groups(), self.key_size
-        return {"key_step": (torch.float16, shape), "key_zero": (torch.float16, shape)}
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
@@ -323,8 +321,9 @@ class GroupedBits(Codec):
 
     def grow(self) -> None:
         self.scratch.owner = None
-        for name, (dtype, shape) in self._levels().items():
-            old, new = getattr(self, name), torch.empty(shape, dtype=dtype, device=self.layout.device)
+        for name in LEVELS:
+            old = getattr(self, name)
+            new = old.new_empty(self.layout.H, self._groups(), self.key_size)
             new[:, : old.shape[1]] = old
             setattr(self, name, new)
 
@@ -346,7 +345,7 @@ class GroupedBits(Codec):
         coded = ("key_codes", "value_codes", "value_step", "value_zero")
         blanked = {name: rows[name].masked_fill(bare[..., None], 0) for name in coded}
         tails, used = {name: getattr(self, name)[:, : self.tail] for name in TAILS}, self._used()
-        return blanked | tails | {name: getattr(self, name).masked_fill(~used, 0) for name in ("key_step", "key_zero")}
+        return blanked | tails | {name: getattr(self, name).masked_fill(~used, 0) for name in LEVELS}
 
     def _used(self) -> Tensor:
         """Boolean ``[H, groups, 1]``: the groups that have rows."""
@@ -363,7 +362,7 @@ class GroupedBits(Codec):
         for name in TAILS:
             getattr(self, name)[:, : self.tail] = tensors[name].to(self.layout.device)
         groups = tensors["key_step"].shape[1]  # a larger room has a larger table
-        for name in ("key_step", "key_zero"):
+        for name in LEVELS:
             getattr(self, name)[:, :groups] = tensors[name].to(self.layout.device)
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:

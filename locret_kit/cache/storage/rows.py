@@ -151,7 +151,6 @@ class BoundedLayer(CacheLayerMixin):
                 made = torch.empty(shape, dtype=dtype, device=self.device) if given is None else given
                 setattr(self.holder(name), name, made)
             self.layout.begin()
-            self.codec.begin()
         self.is_initialized = True
 
     def measure(self, k_BHTD: Tensor, v_BHTD: Tensor) -> None:

@@ -23,11 +23,10 @@ def point_at(at: np.ndarray, packed: PackedRows | ByteRows, codec: GroupedBits |
     """Write the addresses of rows in few bits into an element of ``PACKED``."""
     named = {name.rpartition("_")[0]: x for name, x in packed._asdict().items()}  # the names of C++, without sizes
     sizes = {"bits": 8}
-    if isinstance(packed, PackedRows):
-        named["tail"] = codec.tail
-        sizes = dict(bits=packed.bits, group_bytes=packed.group_N.itemsize, groups=packed.key_step_PMD.shape[1],
-                     tail_room=packed.tail_keys_PRD.shape[1])  # fmt: skip
-    PACKED.point(at, codec.dtype, **named, **sizes, value_groups=packed.value_step_NC.shape[1])
+    if isinstance(packed, PackedRows) and isinstance(codec, GroupedBits):
+        sizes = {"bits": packed.bits, "group_bytes": packed.group_N.itemsize, "groups": packed.key_step_PMD.shape[1]}
+        sizes |= {"tail": codec.tail, "tail_room": packed.tail_keys_PRD.shape[1]}
+    PACKED.point(at, codec.dtype, **named | sizes, value_groups=packed.value_step_NC.shape[1])
 
 
 class PositionTables:
