@@ -88,7 +88,9 @@ def _running(device: torch.device, dtype: torch.dtype, head_size: int, heads: tu
         runs[name] = form
         return True
 
-    installed = [name for name, module in NEWER.get(major, {}).items() if _is_installed(module)]
+    # Its parent first: a module of a package that is missing raises.
+    packages = NEWER.get(major, {}).items()
+    installed = [name for name, module in packages if find_spec(module.split(".")[0]) and find_spec(module)]
     for newer in (*([active] if active else installed), None):
         if probe(f"flash ({newer or 'FA2'})", _flash, newer):
             break
@@ -97,10 +99,6 @@ def _running(device: torch.device, dtype: torch.dtype, head_size: int, heads: tu
     if failed:
         _rates(runs, failed, device, dtype, head_size, heads, TRIAL)
     return runs
-
-
-def _is_installed(module: str) -> bool:
-    return find_spec(module.split(".")[0]) is not None and find_spec(module) is not None
 
 
 @cache

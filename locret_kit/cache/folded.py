@@ -47,7 +47,10 @@ def fold_heads(model: PreTrainedModel, heads: RetainingHeads, description: Decod
         _foldable(head, decoder.get_submodule(paths[i])) if window is None else None
         for i, (head, window) in enumerate(zip(heads.layers, description.spec.windows, strict=True))
     ]
-    signature, known = _signature([x for pair in found if pair is not None for x in _weights(*pair)]), _KNOWN.get(heads)
+    there = [pair for pair in found if pair is not None]
+    weights = [x for _, products in there for one in products for x in (one.weight, one.bias) if x is not None]
+    weights += [linear.weight.detach() for head, _ in there for linear in (head.fc1, head.fc2)]
+    signature, known = _signature(weights), _KNOWN.get(heads)
     if known is None or known[0]() is not model or known[1] != signature:
         _KNOWN.pop(heads, None)  # before another takes as much memory
         with torch.inference_mode(False), torch.no_grad():
@@ -74,12 +77,6 @@ def _foldable(head: nn.Module, attention: nn.Module) -> tuple[RetainingHead, lis
     fc1, kinds = head.fc1.weight, {(one.weight.dtype, one.weight.device) for one in found}
     whole = sum(len(one.weight) for one in found) == fc1.shape[1]  # sharded ones are empty
     return (head, found) if whole and kinds == {(fc1.dtype, fc1.device)} else None
-
-
-def _weights(head: RetainingHead, products: Sequence[Product]) -> list[Tensor]:
-    """Weights of the products and of the retaining head, each of its own shape."""
-    own = [x for one in products for x in (one.weight, one.bias) if x is not None]
-    return [*own, head.fc1.weight.detach(), head.fc2.weight.detach()]
 
 
 def _signature(weights: Sequence[Tensor]) -> object:

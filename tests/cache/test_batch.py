@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pairwise import one_of
+from pairwise import one_of, pairs
 from policy_runs import POLICIES, backbone, distinct_tokens, held, make, tokens
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -161,9 +161,9 @@ def test_a_forward_that_fails_ends_its_texts_and_no_others(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("policy", ["locret", "ada-locret", "h2o", "full"])
+@pytest.mark.parametrize(
+    ("policy", "side", "family"), pairs(["locret", "ada-locret", "h2o", "full"], ["left", "right"], ["llama", "gemma3"])
+)
 def test_generate_takes_a_padded_batch(policy, side, family):
     model, texts = backbone(family), [tokens(length, seed=number) for number, length in enumerate(LENGTHS)]
     longest = max(LENGTHS)
