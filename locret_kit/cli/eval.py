@@ -55,8 +55,10 @@ def run(argv: list[str]) -> int:
 def _report(config: options.FolderConfig) -> None:
     from ..evals.report import write_page, write_summary
 
-    write_summary(config.folder)
-    print(write_page(config.folder))
+    if not (folder := Path(config.out)).is_dir():
+        raise FileNotFoundError(f"out={config.out} is no folder")
+    write_summary(folder)
+    print(write_page(folder))
 
 
 def _table(config: options.RowsConfig) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, MinLen
 
 from ..settings import Budget, RunSettings, Slots
-from ..validation import validate_fields
 from .infer_options import Machine
 from .schema import Command, assemble, given_by
 
@@ -45,7 +43,7 @@ class EvalConfig(RunSettings, Machine):
     tasks: Names
     """Names of tasks or groups (ruler, infinitebench, leval, longbench), or files of questions (mine.jsonl, records
     as locret-train takes them). fidelity:NAME and agreement:NAME compare a task's output with full attention's."""
-    out: str
+    out: Annotated[str, MinLen(1)]
     """Folder of the rows, the summary and the report."""
     policies: Names = field(default_factory=lambda: ["full"])
     """Names or expressions, as locret-infer takes them. Baselines: 'random-heads' (locret with untrained heads),
@@ -86,11 +84,6 @@ class EvalConfig(RunSettings, Machine):
     share_prefix: bool = True
     """Read the shared prefix of prompts once. Scores are the same; turn it off to time every prompt alone."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.out:
-            raise ValueError("out=... is missing")
-
 
 @dataclass(kw_only=True)
 class RowsConfig:
@@ -108,9 +101,6 @@ class RowsConfig:
     """Slots per key/value head and layer, or shares. Rows of `full` have no budget and are always selected."""
     lengths: list[int] = field(default_factory=list)
     """Requested prompt lengths in tokens."""
-
-    def __post_init__(self) -> None:
-        validate_fields(self)
 
 
 @dataclass(kw_only=True)
@@ -138,13 +128,6 @@ class FolderConfig:
 
     out: str
     """Folder of the rows."""
-
-    @property
-    def folder(self) -> Path:
-        """The folder. Raises FileNotFoundError where there is none."""
-        if not Path(self.out).is_dir():
-            raise FileNotFoundError(f"out={self.out} is no folder")
-        return Path(self.out)
 
 
 @dataclass(kw_only=True)
