@@ -7,14 +7,13 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard
 from jinja2 import Environment, StrictUndefined, UndefinedError
 
 from .backbones.load import resolve_model
@@ -22,7 +21,7 @@ from .cis import TOP
 from .evals.engine import KEY, Row, check_cells
 from .evals.tables import Cell, Value, summarize
 from .files import CONFIG, parse_json, read_json, write_json
-from .heads import FORMAT, HeadsConfig, RetainingHeads
+from .heads import FORMAT, RetainingHeads
 from .hub import REPO, push
 from .naming import prefixed_errors
 from .settings import SMOOTH_L1
@@ -32,7 +31,7 @@ CARD, TRAINING = "README.md", "training.json"
 TEMPLATE = Environment(undefined=StrictUndefined, trim_blocks=True).from_string(
     resources.files(__package__).joinpath("card.md").read_text(encoding="utf-8")
 )
-"""A card below its metadata: the author's prose or the heads' shape and training, an example that runs, and results."""
+"""A card: metadata that its author may change, the author's prose or the heads' shape and training, an example, and results."""
 EXTRAS = ("*.csv", "*.jsonl", "*.md", "*.png", "*.txt", "NOTICE", TRAINING)
 """Files published with the heads if present: curves, evaluation rows and tables, the run's configuration, notices
 and terms."""
@@ -93,7 +92,9 @@ def write_release(
         raise ValueError(f"repo={repo!r} must be user/name")
     if adapter and not heads.config.adapter:
         raise ValueError(f"adapter={adapter!r} has no effect: the heads were trained without one")
-    beside = _beside(source)
+    # Their own folder, or for ``heads.pt`` the folder ``heads`` next to it.
+    folder = source and (source if source.is_dir() else source.with_suffix(""))
+    beside = folder.resolve() if folder and folder.is_dir() else None
     given, prose = read_card(beside / CARD) if beside else ({}, "")
     given |= {"license": license} if license else {}
     config = replace(
@@ -119,39 +120,30 @@ def write_release(
     cells = summarize(row for row in mine if row.policy == config.policy)
     with prefixed_errors(f"{source}: {TRAINING} is no training's configuration", KeyError, TypeError, UndefinedError):
         sources = training["data"]["sources"] if training else []
-        body = TEMPLATE.render(
+        text = TEMPLATE.render(
             config=config, repo=repo, prose=prose.strip(), training=training, smooth_l1=SMOOTH_L1, top=f"{TOP:.0%}",
             parameters=sum(p.numel() for p in heads.parameters()), cells=cells, shown=Value.of,
         )  # fmt: skip
+    results = {"eval_results": list(map(result_of, cells)), "model_name": repo.split("/")[1]} if cells else {}
+    facts = {name: value for name, value in given.items() if name != "model-index"} | results
+    facts["base_model"], facts["base_model_relation"] = config.backbone.partition(":")[0], "adapter"
     # The client's checks of metadata raise errors of many kinds.
     with prefixed_errors(f"{source}: {CARD} has metadata that the Hub does not know", Exception):
-        metadata = ModelCardData(**facts_of(config, repo, cells, sources, given)).to_yaml()
-    (target / CARD).write_text(f"---\n{metadata}\n---\n\n{body.strip()}\n", encoding="utf-8")
+        card = ModelCard(text.strip() + "\n")
+        card.data["datasets"] = [name for name in sources if REPO.match(name)] or None
+        for name, value in facts.items():
+            card.data[name] = value
+        card.save(target / CARD)
     return sorted(file.name for file in target.iterdir())
 
 
-def facts_of(
-    config: HeadsConfig, repo: str, cells: Sequence[Cell], sources: Sequence[str], given: Mapping[str, object]
-) -> dict[str, Any]:
-    """A card's metadata; what its author wrote by hand (``given``) comes first, results come from ``cells``."""
-    results = []
-    for cell in cells:
-        data = f"{cell.haystack}, {cell.length} tokens"  # what tells results apart in the index
-        name, figures = f"{cell.metric} at budget {cell.budget}, n={cell.n}", {"budget": cell.budget, "samples": cell.n}
-        facts: dict[str, Any] = dict(dataset_type=cell.task, dataset_name=f"{cell.task}, {data}", dataset_config=data)
-        facts |= dict(metric_type=cell.metric, metric_name=name, metric_args=figures)
-        results.append(EvalResult(task_type="text-generation", metric_value=round(cell.mean or 0.0, 4), **facts))
-    return {
-        "license": "apache-2.0",
-        "library_name": "locret_kit",
-        "pipeline_tag": "text-generation",
-        "tags": ["locret", "kv-cache", "long-context"],
-        "datasets": [name for name in sources if REPO.match(name)] or None,
-        **{name: value for name, value in given.items() if name != "model-index"},
-        "base_model": config.backbone.partition(":")[0],
-        "base_model_relation": "adapter",
-        **({"eval_results": results, "model_name": repo.split("/")[1]} if results else {}),
-    }
+def result_of(cell: Cell) -> EvalResult:
+    """A cell's figure in the Hub's form."""
+    data = f"{cell.haystack}, {cell.length} tokens"  # what tells results apart in the index
+    name, figures = f"{cell.metric} at budget {cell.budget}, n={cell.n}", {"budget": cell.budget, "samples": cell.n}
+    facts: dict[str, Any] = dict(dataset_type=cell.task, dataset_name=f"{cell.task}, {data}", dataset_config=data)
+    facts |= dict(metric_type=cell.metric, metric_name=name, metric_args=figures)
+    return EvalResult(task_type="text-generation", metric_value=round(cell.mean or 0.0, 4), **facts)
 
 
 def public_rows(file: Path, recorded: str, published: str, rows: list[Row]) -> bytes:
@@ -195,12 +187,6 @@ def read_card(file: Path) -> tuple[dict[str, object], str]:
     return card.data.to_dict(), card.text
 
 
-def _beside(source: Path | None) -> Path | None:
-    """The folder with the heads' other files: their own folder, or for ``heads.pt`` the folder ``heads`` next to it."""
-    folder = source and (source if source.is_dir() else source.with_suffix(""))
-    return folder.resolve() if folder and folder.is_dir() else None
-
-
 def public(value: object) -> Any:
     """A configuration's value with all local paths, and ``out``, reduced to their last part."""
     if isinstance(value, dict):
@@ -230,5 +216,6 @@ def _hub_name(field: str, given: object, recorded: str) -> str:
         if not path.exists() and REPO.match(recorded):
             return recorded
         return str(json.loads((path / "backbone.json").read_text())["repo"])
-    flag = "--" + field.replace("_", "-")
-    raise ValueError(f"{field}: the heads name {recorded!r}, which others cannot load: give {flag} user/name")
+    raise ValueError(
+        f"{field}: the heads name {recorded!r}, which others cannot load: give --{field.replace('_', '-')} user/name"
+    )
