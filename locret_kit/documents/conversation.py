@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, get_args
+from typing import Protocol, get_args
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -32,6 +32,7 @@ from ..runtime.session import Answer, Sampling, prefill
 from ..runtime.thoughts import MAX_THOUGHT, Thought
 from ..settings import RunSettings, Thoughts, read_protect
 from ..text.template import (
+    Objects,
     around_turn,
     has_template,
     protected_spans,
@@ -44,8 +45,22 @@ from ..text.tokens import IdStream, ids_after
 from ..text.untrusted import Span
 from .prefix_cache import PrefixCache, pin_thoughts
 
-if TYPE_CHECKING:
-    from .document import Document
+
+class Source(Protocol):
+    """The interface of a document that a conversation uses."""
+
+    chat_template: bool
+
+    @property
+    def tokens(self) -> int: ...
+
+    def prompt(self, question: str) -> array[int]: ...
+
+    def conversation(self, messages: Objects) -> array[int]: ...
+
+    def protected(self, prompt: Sequence[int]) -> list[Span]: ...
+
+    def fork_for(self, prompt_length: int) -> BoundedCache: ...
 
 
 @dataclass(frozen=True)
@@ -100,7 +115,7 @@ class Chat:
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, document: Document | None = None,
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, document: Source | None = None,
         history: int = 1024, settings: RunSettings | int | None = None, policy: str | Policy | None = None,
         heads: RetainingHeads | None = None,
         system: str | None = None, max_new_tokens: int = 512, sampling: Sampling | None = None, seed: int = 0,

@@ -262,8 +262,9 @@ class Admission:
 
     def _begin(self, request: ServerRequest) -> None:
         """Start a request with a document's cache, a shared prefix's cache, or an empty one."""
-        prefix = None
-        if tokens := self._shared_tokens(request):
+        prefix, ids = None, request.prompt.ids
+        tokens = min(request.prompt.shared_tokens, len(ids) - 1) - self._tail
+        if self.max_prefixes and request.spec.is_default and tokens >= MIN_PREFIX:
             key = request.owner, request.prompt.hash(tokens)
             prefix = self.prefixes.get(key)
             if prefix is not None:
@@ -275,16 +276,9 @@ class Admission:
         if prefix is not None and prefix.reading:
             return
         seen = request.document.cache.get_seq_length() if request.document is not None else 0
-        if prefix is not None:
-            seen = prefix.tokens
-        if self._engine.takes(len(request.prompt.ids) - seen) and self._room():
+        seen = seen if prefix is None else prefix.tokens
+        if self._engine.takes(len(ids) - seen) and self._room():
             self._enter(request, partial(self._make_cache, request, prefix), seen)
-
-    def _shared_tokens(self, request: ServerRequest) -> int:
-        """Tokens of the prefix that a prompt shares with others; 0 where it is not read apart."""
-        tokens = min(request.prompt.shared_tokens, len(request.prompt.ids) - 1) - self._tail
-        apart = self.max_prefixes and request.spec.is_default and tokens >= MIN_PREFIX
-        return tokens if apart else 0
 
     def _read_prefix(self, request: ServerRequest, key: tuple[str, str], tokens: int) -> SharedPrefix:
         """Start to read a shared prefix, in place of the least recently used one."""

@@ -123,11 +123,18 @@ def test_a_turn_or_a_retry_that_fails_leaves_nothing_behind(monkeypatch):
 
 def test_a_pinned_question_is_never_evicted():
     model, tokenizer, heads = parts()
-    chat = Chat(model, tokenizer, settings=150, policy="locret", heads=heads, max_new_tokens=4)
+    chat = Chat(
+        model,
+        tokenizer,
+        settings=RunSettings(budget=100, chunk=16, stabilizers=4, local_len=5),
+        policy="locret",
+        heads=heads,
+        max_new_tokens=4,
+    )
     list(chat.say("Remember that the harbour opens at 12345."))
     start, end = chat.pin()
     assert "opens at 12345" in tokenizer.decode(chat.ids[start:end]) and end - start < 40
-    for number in range(6):
+    for number in range(8):
         list(chat.say(f"And what about boat number {number}, which came in when the harbour was quiet?"))
     assert chat.cache.counters.evictions
     for layer in kept(chat.cache):

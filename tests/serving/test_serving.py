@@ -38,7 +38,7 @@ def test_a_text_completion(client):
     assert answer.choices[0].text == alone(parts("llama")[1](text).input_ids)
 
 
-@pytest.mark.parametrize("value", ["x", 0.5, -1, float("nan")])
+@pytest.mark.parametrize("value", ["x", float("nan")])
 def test_a_field_of_the_other_kind_is_unknown(url, value):
     body = json.dumps({"prompt": "The harbour", "max_tokens": 4, "max_completion_tokens": value})
     headers = bearer() | {"content-type": "application/json"}

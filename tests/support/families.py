@@ -9,14 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from real_templates import QWEN3
 from tiny_text import PROSE
 from tiny_tokenizer import byte_level
-from transformers import PreTrainedTokenizerBase
 
 from locret_kit.answers.reader import Event, Reader
-from locret_kit.serving.constraint import Grammar
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from locret_kit.serving.constraint import Grammar
 
 TOOL = {
     "type": "function",
