@@ -21,7 +21,7 @@ from jinja2 import Environment, StrictUndefined, UndefinedError
 from .backbones.load import resolve_model
 from .cis import TOP
 from .evals.engine import KEY, Row, check_cells
-from .evals.tables import Cell, Table, Value, summarize
+from .evals.tables import Cell, Table, summarize
 from .files import CONFIG, parse_json, read_json, write_json
 from .heads import FORMAT, HeadsConfig, RetainingHeads
 from .hub import REPO, push
@@ -202,10 +202,8 @@ def public_rows(file: Path, recorded: str, published: str) -> tuple[bytes, list[
 
 def results_table(cells: Sequence[Cell]) -> str:
     """Results as a Markdown table, one row per cell."""
-    head = ["task", "haystack", "tokens", "budget", "metric", "mean ± standard error"]
-    lines: list[list[str | Value]] = [
-        [c.task, c.haystack, str(c.length), str(c.budget), c.metric, Value.of(c)] for c in cells
-    ]
+    head = ["task", "haystack", "tokens", "budget", "metric", "mean [95% interval] or ± standard error"]
+    lines = [[c.task, c.haystack, str(c.length), str(c.budget), c.metric, str(c)] for c in cells]
     return Table(head, lines).markdown().rstrip("\n")
 
 

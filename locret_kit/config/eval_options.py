@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge, MinLen
+from annotated_types import Ge, Gt, MinLen
 
 from ..settings import Budget, RunSettings, Slots, check
 from .infer_options import Machine
@@ -115,6 +115,14 @@ class RowsConfig:
 
 
 @dataclass(kw_only=True)
+class TableConfig(RowsConfig):
+    """Tables of a folder's rows."""
+
+    format: Literal["markdown", "latex"] = "markdown"
+    """'latex' is for the package booktabs."""
+
+
+@dataclass(kw_only=True)
 class PairedConfig(RowsConfig):
     """A paired comparison, example by example."""
 
@@ -131,6 +139,8 @@ class FigureConfig(RowsConfig):
 
     name: Literal["score-memory", "needle-grid"]
     """'score-memory' (score against memory) or 'needle-grid' (score by needle depth and prompt length)."""
+    width: Annotated[float, Gt(0)] | None = None
+    """Inches across; fewer panels stand side by side in a narrow figure. Default: 3.6 for each of up to three panels."""
 
 
 @dataclass(kw_only=True)
@@ -174,14 +184,14 @@ FIGURE = Command(
     "usage: locret-eval figure NAME out=FOLDER [key=value ...]",
     positional=("name",),
     gone=dict.fromkeys(
-        ("formats", "width", "height", "font", "title", "x"), "figures are PNG and SVG, the numbers summary.csv"
+        ("formats", "height", "font", "title", "x"), "figures are PDF, PNG and SVG, the numbers summary.csv"
     ),
 )
 TABLE = Command(
     "locret-eval",
-    RowsConfig,
+    TableConfig,
     "usage: locret-eval table out=FOLDER [key=value ...]",
-    gone=dict.fromkeys(("format", "interval"), "summary.csv has every number, with Wilson's interval in low and high"),
+    gone={"interval": "summary.csv has every number, with Wilson's interval in low and high"},
 )
 REPORT = Command("locret-eval", FolderConfig, "usage: locret-eval report out=FOLDER")
 TASKS = Command("locret-eval", NoConfig, "usage: locret-eval tasks")

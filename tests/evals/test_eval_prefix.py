@@ -29,7 +29,7 @@ from locret_kit.cli.eval_setup import load_parts, run_of
 from locret_kit.config.eval_options import load_eval_config
 from locret_kit.evals.engine import measure, read_rows, runner
 from locret_kit.evals.engine.measure import SharedBeginning, shared_lengths
-from locret_kit.evals.tables import cells_table, summarize
+from locret_kit.evals.tables import summarize, to_csv
 from locret_kit.evals.tasks import Example, Task
 from locret_kit.runtime import drivers
 from locret_kit.text.template import protected_spans
@@ -199,7 +199,7 @@ def test_processes_take_stretches_of_neighbours(alone, heads, tmp_path):
     out = tmp_path / "run"
     assert forked.ranks(lambda: main(words(heads, out)), 2, tmp_path / "log") == [0, 0], (tmp_path / "log").read_text()
     assert figures(out) == figures(alone) and scores(out) == scores(alone)
-    summary = cells_table(summarize(read_rows(out))).csv()
+    summary = to_csv(summarize(read_rows(out)))
     assert (out / "summary.csv").read_text() == summary  # the last one to finish has written of all rows
     rows = [row for row in read_rows(out) if row.task == "R.PassKey"]
     by_rank = [{row.sample for row in rows if row.rank == rank} for rank in range(2)]
