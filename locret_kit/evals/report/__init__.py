@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from jinja2 import Environment, PackageLoader
@@ -27,7 +26,6 @@ from ..tables import LIKELIHOOD, MARKS, Cell, Table, grouped, policy_order, size
 from ..tasks import groups
 from ..tasks.document_tasks import averages
 
-T = TypeVar("T")
 UNIT = "mean [95% interval] or ± standard error"
 """Unit of a table's figures: the interval, Wilson's, is of a share."""
 FURTHER = ("f1", "rougeL", "bleu", "nll")
@@ -70,18 +68,14 @@ def group_means(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
     """Mean columns: one per group of tasks that a policy has answered completely, and one per haystack if there are
     several. A column holds the unweighted mean of the tasks' means and its standard error; n counts the examples of all
     tasks."""
-    known = {
-        (cell.length, cell.budget, cell.label, cell.task, cell.haystack): cell
-        for cell in cells
-        if cell.mean is not None and cell.metric not in LIKELIHOOD
-    }
+    good = [cell for cell in cells if cell.mean is not None and cell.metric not in LIKELIHOOD]
+    runs = grouped(good, lambda cell: (cell.length, cell.budget, cell.label)).values()
     columns: dict[str, list[Cell]] = {}
     for group, names in {**averages(), "ruler": groups()["ruler"]}.items():
-        texts = sorted({haystack for *_, task, haystack in known if task in names} - {"-"}) or ["-"]
-        for text, run in product(texts, dict.fromkeys(key[:3] for key in known)):
+        texts = sorted({cell.haystack for cell in good if cell.task in names} - {"-"}) or ["-"]
+        for text, run in product(texts, runs):
             # Of a task that makes its own text there is one cell for all haystacks.
-            found = (known.get((*run, name, text)) or known.get((*run, name, "-")) for name in names)
-            members = [cell for cell in found if cell is not None]
+            members = [cell for cell in run if cell.task in names and cell.haystack in (text, "-")]
             if len(members) < len(names):
                 continue
             errors = [cell.stderr for cell in members if cell.stderr is not None]
@@ -127,16 +121,14 @@ def column(cells: Sequence[Cell], labels: Sequence[str], length: int, budget: fl
     it stands in every column of its length."""
     at = {(cell.label, cell.length, cell.budget): cell for cell in cells}
     beside = [cell for cell in cells if cell.length == length and (not budget or cell.budget in (0, budget))]
-    samples = _most(Counter((cell.n, cell.samples) for cell in beside if cell.n), (0, ""))[1]
-    dtype = usual_dtype(cells)
-    figures = []
-    for label in labels:
-        cell = at.get((label, length, budget)) or at.get((label, length, 0))
-        if cell is None or not cell.n:
-            figures.append("-" if cell is None else str(cell))
-        else:
-            marks = zip(MARKS, (cell.samples != samples, cell.dtype != dtype), strict=True)
-            figures.append(str(cell) + "".join(mark for mark, differs in marks if differs))
+    counts = Counter((cell.n, cell.samples) for cell in beside if cell.n)
+    _, samples = max(counts, key=lambda pair: (counts[pair], pair), default=(0, ""))
+    other_text, other_dtype = MARKS
+    dtype, figures = usual_dtype(cells), []
+    for cell in (at.get((label, length, budget)) or at.get((label, length, 0)) for label in labels):
+        marks = "" if cell is None or cell.samples == samples or not cell.n else other_text
+        marks += "" if cell is None or cell.dtype == dtype or not cell.n else other_dtype
+        figures.append("-" if cell is None else f"{cell}{marks}")
     return figures
 
 
@@ -145,12 +137,7 @@ def usual_dtype(cells: Iterable[Cell]) -> str:
     counts: Counter[str] = Counter()
     for cell in cells:
         counts[cell.dtype] += cell.n
-    return _most(counts, "")
-
-
-def _most(counts: Counter[T], default: T) -> T:
-    """The most frequent; of several the largest."""
-    return max(counts, key=lambda key: (counts[key], key), default=default)
+    return max(counts, key=lambda dtype: (counts[dtype], dtype), default="")
 
 
 def notes_of(lines: Iterable[Sequence[str]]) -> list[str]:
