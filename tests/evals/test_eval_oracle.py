@@ -20,12 +20,6 @@ def backbone(tmp_path_factory) -> Path:
     return save_tiny_backbone(tmp_path_factory.mktemp("tiny") / "backbone")
 
 
-@pytest.fixture(autouse=True)
-def no_drawing(monkeypatch):
-    """Figures and page take longer than these runs."""
-    monkeypatch.setattr("locret_kit.evals.report.write_page", lambda out: out / "report.html")
-
-
 def words(backbone: Path, out: Path, **more: object) -> list[str]:
     given = {
         "tasks": "[passkey]", "policies": "[kvzip,kvzip(joint=true)]", "budgets": f"[{BUDGET}]",

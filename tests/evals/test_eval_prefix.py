@@ -129,12 +129,6 @@ def test_a_haystack_is_read_once_up_to_each_depth(size, places, chunk, tail):
 # ---- runs -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def no_drawing(monkeypatch):
-    """Figures and page take longer than these runs."""
-    monkeypatch.setattr("locret_kit.evals.report.write_page", lambda out: out / "report.html")
-
-
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory) -> Path:
     return save_tiny_heads(tmp_path_factory.mktemp("tiny"), inference={**INFERENCE, "budget": 48})

@@ -32,12 +32,6 @@ from locret_kit.runtime.session import Answer
 from locret_kit.samples.haystack import load_text
 
 
-@pytest.fixture(autouse=True)
-def no_drawing(monkeypatch):
-    """Figures and page take longer than these runs."""
-    monkeypatch.setattr("locret_kit.evals.report.write_page", lambda out: out / "report.html")
-
-
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory) -> Path:
     return save_tiny_heads(tmp_path_factory.mktemp("tiny"))
