@@ -19,7 +19,7 @@ from jinja2 import Environment, StrictUndefined, UndefinedError
 from .backbones.load import resolve_model
 from .cis import TOP
 from .evals.engine import KEY, Row, check_cells
-from .evals.tables import Cell, Value, summarize
+from .evals.tables import Cell, summarize
 from .files import CONFIG, parse_json, read_json, write_json
 from .heads import FORMAT, RetainingHeads
 from .hub import REPO, push
@@ -122,7 +122,7 @@ def write_release(
         sources = training["data"]["sources"] if training else []
         text = TEMPLATE.render(
             config=config, repo=repo, prose=prose.strip(), training=training, smooth_l1=SMOOTH_L1, top=f"{TOP:.0%}",
-            parameters=sum(p.numel() for p in heads.parameters()), cells=cells, shown=Value.of,
+            parameters=sum(p.numel() for p in heads.parameters()), cells=cells,
         )  # fmt: skip
     results = {"eval_results": list(map(result_of, cells)), "model_name": repo.split("/")[1]} if cells else {}
     facts = {name: value for name, value in given.items() if name != "model-index"} | results

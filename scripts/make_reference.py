@@ -201,7 +201,10 @@ def command_page(command: Command) -> str:
     if command is EVAL:
         for name, one in OF_EVAL.items():
             blocks += [f"## locret-eval {name}", f"```text\n{one.usage.strip()}\n```", *options(one)]
-        blocks += ["## Figures", table(("figure", "shows"), ((f"`{name}`", says) for name, says in FIGURES.items()))]
+        blocks += [
+            "## Figures",
+            table(("figure", "shows"), ((f"`{name}`", says) for name, (_, says) in FIGURES.items())),
+        ]
     if command is CHAT:
         talk = ((f"`/{name} {takes}".strip() + "`", meaning) for name, (takes, meaning) in inside.items())
         blocks += ["## Commands of the chat", table(("command", "meaning"), talk)]

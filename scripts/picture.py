@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from locret_kit.evals.engine import Row
 from locret_kit.evals.figures import COLORS, RC
-from locret_kit.evals.tables import Z, size, summarize
+from locret_kit.evals.tables import size, summarize
 from locret_kit.files import write_beside
 
 HEADS = "smollm2-135m-locret"
@@ -57,9 +57,8 @@ def score(rows: Sequence[Row], policy: str, task: str, text: str, length: int, s
     own = [row for row in own if row.heads in (HEADS, "-") and row.score is not None and row.kv_bits is None]
     found = []
     for cell in summarize(own):
-        mean, apart = cell.mean or 0.0, Z * (cell.stderr or 0.0)
-        low, high = (mean - apart, mean + apart) if cell.low is None else (cell.low, cell.high or 0.0)
-        found.append((round(mean, 4), round(max(0.0, low), 4), round(min(1.0, high), 4)))
+        low, high = cell.bounds
+        found.append((round(cell.mean or 0.0, 4), round(max(0.0, low), 4), round(min(1.0, high), 4)))
     return found
 
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from locret_kit.evals.engine import Row, read_rows
-from locret_kit.evals.report import to_markdown
+from locret_kit.evals.report import score_tables
 from locret_kit.evals.tables import Cell, Table, size, summarize
 from locret_kit.files import write_beside
 
@@ -220,8 +220,10 @@ def main(argv: list[str] | None = None) -> int:
         texts: dict[Path, str] = {}
         by_heads = {name: read_rows(own) for name, own in files.items()}
         for name, rows in by_heads.items():
-            ground, tables = provenance(rows, files[name]), to_markdown(summarize(rows))
-            texts[args.root / "checkpoints" / name / "RESULTS.md"] = f"# Results\n\n{ground}\n{tables}"
+            tables = "\n".join(table.markdown() for table in score_tables(summarize(rows)))
+            texts[args.root / "checkpoints" / name / "RESULTS.md"] = (
+                f"# Results\n\n{provenance(rows, files[name])}\n{tables}"
+            )
         everything, demo = [row for rows in by_heads.values() for row in rows], by_heads[HEADS]
         once = read_rows((args.root / "checkpoints" / HEADS).glob(ONE_SHOT))
         plain = read_rows(args.root.glob(OPEN_CHAT))

@@ -61,16 +61,17 @@ def _report(config: options.FolderConfig) -> None:
     print(write_page(folder))
 
 
-def _table(config: options.RowsConfig) -> None:
-    from ..evals.report import every_table
+def _table(config: options.TableConfig) -> None:
+    from ..evals.report import tables_of
 
-    print(every_table(chosen_rows(config)), end="")
+    tables = tables_of(chosen_rows(config))
+    print("\n".join(table.latex() if config.format == "latex" else table.markdown() for table in tables), end="")
 
 
 def _figure(config: options.FigureConfig) -> None:
     from ..evals.figures import draw
 
-    print("\n".join(map(str, draw(config.name, chosen_rows(config), Path(config.out) / "figures"))))
+    print("\n".join(map(str, draw(config.name, chosen_rows(config), Path(config.out) / "figures", config.width))))
 
 
 def chosen_rows(config: options.RowsConfig) -> list[Row]:
@@ -96,9 +97,10 @@ def chosen_rows(config: options.RowsConfig) -> list[Row]:
 
 
 def _paired(config: options.PairedConfig) -> None:
-    from ..evals.tables import differences, differences_markdown
+    from ..evals.tables import differences, differences_table
 
-    print(differences_markdown(differences(chosen_rows(config), config.against, config.figure), config.against))
+    pairs = differences(chosen_rows(config), config.against, config.figure)
+    print(differences_table(pairs, config.against).markdown(), end="")
 
 
 def _tasks(config: options.NoConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge, MinLen
+from annotated_types import Ge, Gt, MinLen
 
 from ..settings import Budget, RunSettings, Slots
 from .infer_options import Machine
@@ -104,6 +104,14 @@ class RowsConfig:
 
 
 @dataclass(kw_only=True)
+class TableConfig(RowsConfig):
+    """Tables of a folder's rows."""
+
+    format: Literal["markdown", "latex"] = "markdown"
+    """'latex' is for the package booktabs."""
+
+
+@dataclass(kw_only=True)
 class PairedConfig(RowsConfig):
     """A paired comparison, example by example."""
 
@@ -120,6 +128,8 @@ class FigureConfig(RowsConfig):
 
     name: Literal["score-memory", "needle-grid"]
     """'score-memory' (score against memory) or 'needle-grid' (score by needle depth and prompt length)."""
+    width: Annotated[float, Gt(0)] | None = None
+    """Inches across; fewer panels stand side by side in a narrow figure. Default: 3.6 for each of up to three panels."""
 
 
 @dataclass(kw_only=True)
@@ -144,7 +154,7 @@ EVAL = Command(
 )
 PAIRED = Command("locret-eval paired", PairedConfig, "out=FOLDER against=LABEL [figure=NAME] [key=value ...]")
 FIGURE = Command("locret-eval figure", FigureConfig, "NAME out=FOLDER [key=value ...]", positional=("name",))
-TABLE = Command("locret-eval table", RowsConfig, "out=FOLDER [key=value ...]")
+TABLE = Command("locret-eval table", TableConfig, "out=FOLDER [key=value ...]")
 REPORT = Command("locret-eval report", FolderConfig, "out=FOLDER")
 TASKS = Command("locret-eval tasks", NoConfig, "")
 

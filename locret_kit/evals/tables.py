@@ -1,7 +1,7 @@
 """Tables of a run, and paired comparisons.
 
-A cell has the mean, standard error and number of examples that differ only in their number. Tables are rendered as
-Markdown, CSV, HTML (``report/page.html``) and in the card of published heads. Two policies on the same prompts are
+A cell has the mean, standard error and number of examples that differ only in their number. Tables are written as
+Markdown, LaTeX and HTML (``report/page.html``), also into the card of published heads. Two policies on the same prompts are
 compared by the mean difference per example. Its standard error is smaller than that of the difference of two means
 if hard examples are hard for both.
 """
@@ -13,13 +13,14 @@ import io
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import TypeVar
 
 from ..naming import check_name
 from .engine import Row, label_of
+from .metrics import library
 
 T = TypeVar("T")
 LIKELIHOOD = ("nll", "nll_prefill")
@@ -64,6 +65,22 @@ class Cell:
     def label(self) -> str:
         """The policy as tables name it."""
         return label_of(self.policy, self.heads)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Ends of the mean's 95% interval: Wilson's of a share, else 1.96 standard errors around it."""
+        mean, spread = self.mean or 0.0, Z * (self.stderr or 0.0)
+        return (mean - spread, mean + spread) if self.low is None else (self.low, self.high or 0.0)
+
+    def __str__(self) -> str:
+        """``0.50 [0.25, 0.75] (n=16)``, ``0.50 ± 0.13 (n=16, 1 failed)``, or a dash without a score."""
+        words = ["-" if self.mean is None else f"{self.mean:.2f}"]
+        if self.low is not None:
+            words.append(f"[{self.low:.2f}, {self.high:.2f}]")
+        elif self.stderr is not None:
+            words.append(f"± {self.stderr:.2f}")
+        failed = f", {self.errors} failed" if self.errors else ""
+        return " ".join([*words, f"(n={self.n}{failed})"])
 
 
 def mean_and_stderr(values: list[float]) -> tuple[float | None, float | None]:
@@ -147,54 +164,16 @@ ESCAPES = str.maketrans({"|": "\\|", "&": "&amp;", "<": "&lt;", ">": "&gt;", "\n
 
 
 @dataclass(frozen=True)
-class Value:
-    """A number in a table, with its interval, count and marks."""
-
-    value: float | None
-    """None is a dash."""
-    interval: str = ""
-    """Uncertainty of the value, such as '± 0.13'."""
-    n: int | None = None
-    """Examples in it; None where the cell does not say."""
-    errors: int = 0
-    """Examples that ended with an error."""
-    marks: str = ""
-    """Letters of `MARKS`."""
-    best: bool = False
-    """Whether the value leads its column: bold on the page."""
-    digits: int = 2
-
-    @classmethod
-    def of(cls, cell: Cell, marks: str = "") -> Value:
-        """The mean of a cell, with its standard error and its number of examples."""
-        beside = "" if cell.stderr is None else f"± {cell.stderr:.2f}"
-        return cls(cell.mean, beside, cell.n, cell.errors, marks if cell.n else "")
-
-    def __str__(self) -> str:
-        """``0.50 ± 0.13 (n=16)``; errors are named, marks come last."""
-        number = "-" if self.value is None else f"{self.value:.{self.digits}f}"
-        failed = f", {self.errors} failed" if self.errors else ""
-        count = "" if self.n is None else f" (n={self.n}{failed})"
-        return f"{number} {self.interval}".rstrip() + count + self.marks
-
-
-@dataclass(frozen=True)
 class Table:
-    """A header, and lines with the same number of cells, each a text or a value."""
+    """A header, and lines with the same number of cells."""
 
     head: Sequence[str]
-    lines: Sequence[Sequence[str | Value]]
+    lines: Sequence[Sequence[str]]
     title: str = ""
     unit: str = ""
     """Unit of the cells."""
-    reference: Collection[int] = ()
-    """Lines that the others are held against: full attention."""
-
-    @property
-    def notes(self) -> list[str]:
-        """Meanings of the marks in the table."""
-        marks = {mark for cells in self.lines for cell in cells if isinstance(cell, Value) for mark in cell.marks}
-        return [f"{mark} {text}" for mark, text in MARKS.items() if mark in marks]
+    notes: Sequence[str] = ()
+    """Paragraphs below it."""
 
     def markdown(self) -> str:
         """The title, the table, and a paragraph for each note."""
@@ -202,17 +181,16 @@ class Table:
         lines = [*title, line(self.head), "|---" * len(self.head) + "|", *map(line, self.lines)]
         return "\n".join(lines) + "\n" + "".join(f"\n{note}\n" for note in self.notes)
 
-    def csv(self) -> str:
-        """The table as CSV, with numbers in full precision."""
-        text = io.StringIO()
-        lines = ([cell.value if isinstance(cell, Value) else cell for cell in cells] for cells in self.lines)
-        csv.writer(text, lineterminator="\n").writerows([self.head, *lines])
-        return text.getvalue()
+    def latex(self) -> str:
+        """The table for LaTeX with the package booktabs, its title as a comment. Raises ImportError without pandas."""
+        frame = library("pandas").DataFrame(self.lines, columns=self.head)
+        comments = [f"% {' '.join(text.split())}\n" for text in (f"{self.title} ({self.unit})", *self.notes)]
+        return "".join(comments) + frame.to_latex(index=False, escape=True)
 
 
-def line(cells: Iterable[str | Value]) -> str:
+def line(cells: Iterable[str]) -> str:
     """A line of a Markdown table."""
-    return f"| {' | '.join(escaped(str(cell)) for cell in cells)} |"
+    return f"| {' | '.join(map(escaped, cells))} |"
 
 
 def escaped(text: str) -> str:
@@ -220,45 +198,30 @@ def escaped(text: str) -> str:
     return text.translate(ESCAPES)
 
 
-def cells_table(cells: Iterable[Cell]) -> Table:
-    """Every field of every cell: ``summary.csv``."""
-    names = [item.name for item in fields(Cell)]
-    lines = [[_whole(getattr(cell, name), 0 if name == "tokens" else 3) for name in names] for cell in cells]
-    return Table(names, lines, "Every cell of summary.csv")
-
-
-def _whole(value: str | float | None, digits: int) -> str | Value:
-    return Value(value, digits=digits) if value is None or isinstance(value, float) else str(value)
+def to_csv(cells: Iterable[Cell]) -> str:
+    """Every field of every cell, with numbers in full precision: ``summary.csv``."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [item.name for item in fields(Cell)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(vars(cell) for cell in cells)
+    return text.getvalue()
 
 
 # ---- two policies on the same prompts ---------------------------------------------------------------------------------
-
-
-Key = tuple[str, str, int, int | float, str, str]
 
 
 @dataclass(frozen=True)
 class Difference:
     """A policy minus the one that it is compared with, over the examples that both have answered."""
 
-    task: str
-    haystack: str
-    length: int
-    budget: int | float
-    """Slots of the policy; those of the other are the same, or it has none (`full`)."""
-    label: str
-    metric: str
-    n: int
+    cell: Cell
+    """Its mean is that of the differences. The other policy has as many slots, or none (`full`)."""
     theirs: float
     """Mean of the other policy."""
-    mean: float
-    """Mean of the differences."""
-    stderr: float | None
-    """Standard error of that mean; None below two examples."""
 
     def __str__(self) -> str:
         """The mean with its sign and its standard error."""
-        return f"{self.mean:+.3f}" + ("" if self.stderr is None else f" ± {self.stderr:.3f}")
+        return f"{self.cell.mean:+.3f}" + ("" if self.cell.stderr is None else f" ± {self.cell.stderr:.3f}")
 
 
 def differences(rows: Iterable[Row], against: str, figure: str | None = None) -> list[Difference]:
@@ -277,7 +240,7 @@ def differences(rows: Iterable[Row], against: str, figure: str | None = None) ->
     if figure is not None:
         check_name("figure", figure, sorted({name for row in rows for name in _scores(row)}))
     base = {_example(row, row.budget): row for row in rows if row.label == against}
-    pairs: dict[Key, list[tuple[float, float]]] = defaultdict(list)
+    mine, theirs = [], []
     for row in rows:
         other = base.get(_example(row, row.budget)) or base.get(_example(row, 0))
         name = figure or row.metric
@@ -285,14 +248,11 @@ def differences(rows: Iterable[Row], against: str, figure: str | None = None) ->
             continue
         if row.prompt_hash != other.prompt_hash:
             raise ValueError(f"{row.task}, sample={row.sample}: {row.label} and {against} have read different prompts")
-        key = (row.task, row.haystack, row.length, row.budget, row.label, name)
-        pairs[key].append((_scores(row)[name], _scores(other)[name]))
-    result = []
-    for key, values in sorted(pairs.items()):
-        mean, stderr = mean_and_stderr([mine - theirs for mine, theirs in values])
-        theirs, _ = mean_and_stderr([theirs for _, theirs in values])
-        result.append(Difference(*key, len(values), theirs or 0.0, mean or 0.0, stderr))
-    return result
+        score = _scores(other)[name]
+        theirs.append(replace(row, metric=name, score=score))
+        mine.append(replace(row, metric=name, score=_scores(row)[name] - score))
+    pairs = zip(summarize(mine), summarize(theirs), strict=True)
+    return [Difference(cell, other.mean or 0.0) for cell, other in pairs]
 
 
 def _scores(row: Row) -> dict[str, float]:
@@ -304,16 +264,13 @@ def _example(row: Row, budget: int | float) -> tuple[str, str, int, int, int | f
     return row.task, row.haystack, row.length, row.sample, budget
 
 
-def differences_markdown(pairs: Iterable[Difference], against: str) -> str:
-    """One table, a line per cell."""
-    lines = [
-        [
-            over(one.task, one.haystack),
-            size(one.length), str(one.budget or "-"), one.label,
-            f"{one.metric} (lower is better)" if one.metric in LIKELIHOOD else one.metric,
-            str(one.n), f"{one.theirs:.3f}", str(one),
-        ]
-        for one in pairs
-    ]  # fmt: skip
+def differences_table(pairs: Iterable[Difference], against: str) -> Table:
+    """A line per cell."""
     head = ["task", "length", "budget", "policy", "figure", "n", against, "difference"]
-    return Table(head, lines).markdown().rstrip("\n")
+    lines = []
+    for pair in pairs:
+        cell = pair.cell
+        figure = f"{cell.metric} (lower is better)" if cell.metric in LIKELIHOOD else cell.metric
+        names = [over(cell.task, cell.haystack), size(cell.length), str(cell.budget or "-"), cell.label, figure]
+        lines.append([*names, str(cell.n), f"{pair.theirs:.3f}", str(pair)])
+    return Table(head, lines)

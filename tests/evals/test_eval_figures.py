@@ -28,39 +28,42 @@ def rows() -> list[Row]:
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_a_figure_has_title_and_units_and_goes_to_two_files(name, tmp_path):
-    function = getattr(figures, name.replace("-", "_"))
-    figure = function(rows())
-    panels = [axis for axis in figure.axes if axis.get_title()]
-    assert figure.get_suptitle() and panels and all(axis.get_xlabel() and axis.get_ylabel() for axis in panels)
-    png, svg = draw(name, rows(), tmp_path)
-    assert png.read_bytes().startswith(b"\x89PNG") and b"<svg" in svg.read_bytes()
+def test_a_figure_has_units_and_is_as_wide_as_asked_for(name):
+    function, _ = FIGURES[name]
+    narrow = function(rows()[:5], 3.3)
+    panels = [axis for axis in narrow.axes if axis.get_title()]
+    assert panels and all(axis.get_xlabel() and axis.get_ylabel() for axis in panels)
+    assert narrow.get_figwidth() == 3.3 and all(axis.get_subplotspec().colspan.start == 0 for axis in panels)
     with pytest.raises(ValueError, match=r"no row"):
         function([replace(ROW, score=None, error="X: y")])
 
 
-def test_score_against_memory_shows_the_means():
+def test_a_figure_goes_to_three_files(tmp_path):
+    pdf, png, svg = (path.read_bytes() for path in draw("score-memory", rows()[:1], tmp_path))
+    assert pdf.startswith(b"%PDF") and png.startswith(b"\x89PNG") and b"<svg" in svg
+    assert b"CreationDate" not in pdf and b"<dc:date>" not in svg, "the same rows give the same bytes"
+
+
+def test_score_against_memory_shows_the_means_and_wilson_s_intervals():
     figure = figures.score_memory(rows())
     drawn = {bar.get_label(): bar.lines[0].get_xydata().tolist() for bar in figure.axes[0].containers}
     assert drawn == {"full": [[1, 1]], "h2o": [[256, 0.5], [512, 0.5]], "$tova": [[256, 0.5], [512, 0.5]]}
+    full = next(bar for bar in figure.axes[0].containers if bar.get_label() == "full")
+    assert full.lines[2][0].get_segments()[0][:, 1] == pytest.approx([0.4385, 1], abs=1e-4), (
+        "of three right answers of three"
+    )
     on_gpu = figures.score_memory([replace(row, device="cuda:0") for row in rows()])
     assert on_gpu.axes[0].get_xlabel() == "peak memory (MiB)", "on a CPU it is the process's"
 
 
-def test_the_grid_has_a_row_for_each_depth_asked_for():
+def test_the_grid_has_a_row_for_each_tenth_and_a_panel_its_own_lengths():
     """Where the needle really stands differs by length; that once gave every prompt a row of its own."""
     moved = [
         replace(ROW, sample=n, length=length, depth=depth + 0.001 * n + length / 1e7)
         for n, depth in enumerate((0.5, 0.25, 0.75))
         for length in (4096, 8192)
     ]
-    axis = figures.needle_grid(moved).axes[0]
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["25", "50", "75"]
-    assert np.isfinite(axis.images[0].get_array()).all()
-
-
-def test_a_panel_of_the_grid_has_its_own_lengths_alone():
-    """Those of other panels once stood empty in it."""
-    two = [replace(ROW, length=length, budget=budget) for length, budget in ((4096, 256), (16384, 512))]
-    shown = [axis for axis in figures.needle_grid(two).axes if axis.get_title()]
-    assert [[label.get_text() for label in axis.get_xticklabels()] for axis in shown] == [["4K"], ["16K"]]
+    one, other, _ = figures.needle_grid([*moved, replace(ROW, length=16384, budget=1024)]).axes
+    assert [label.get_text() for label in one.get_yticklabels()] == ["20", "50", "80"]
+    assert np.isfinite(one.images[0].get_array()).all()
+    assert [[label.get_text() for label in axis.get_xticklabels()] for axis in (one, other)] == [["4K", "8K"], ["16K"]]

@@ -41,14 +41,14 @@ ROWS = [*rows_of(OURS), *rows_of(THEIRS, heads="theirs"), *rows_of(FULL, policy=
 def test_means_and_errors_are_those_of_the_differences():
     (ours,) = differences(ROWS, "locret (theirs)")  # full attention has no budget and stands beside none
     wanted = [a - b for a, b in zip(OURS, THEIRS, strict=True)]
-    assert (ours.label, ours.n, ours.theirs) == ("locret (ours)", 4, mean(THEIRS))
-    assert ours.mean == mean(wanted) and math.isclose(ours.stderr, stdev(wanted) / 2)
-    assert [one.mean for one in differences(ROWS, "locret (theirs)", "nll")] == [-ours.mean]
+    assert (ours.cell.label, ours.cell.n, ours.theirs) == ("locret (ours)", 4, mean(THEIRS))
+    assert ours.cell.mean == mean(wanted) and math.isclose(ours.cell.stderr, stdev(wanted) / 2)
+    assert [one.cell.mean for one in differences(ROWS, "locret (theirs)", "nll")] == [-ours.cell.mean]
 
 
 def test_full_attention_stands_beside_every_budget():
     rows = [*ROWS, *rows_of(OURS[:3], budget=512)]
-    found = {(one.label, one.budget): one for one in differences(rows, "full")}
+    found = {(one.cell.label, one.cell.budget): one.cell for one in differences(rows, "full")}
     assert found["locret (ours)", 256].mean == mean(a - b for a, b in zip(OURS, FULL, strict=True))
     assert found["locret (ours)", 512].n == 3
 
@@ -57,7 +57,7 @@ def test_examples_that_one_of_them_lacks_do_not_count():
     rows = [row for row in ROWS if (row.label, row.sample) != ("locret (theirs)", 1)]
     rows = [replace(row, score=None) if (row.label, row.sample) == ("locret (ours)", 2) else row for row in rows]
     (found,) = differences(rows, "locret (theirs)")
-    assert (found.n, found.mean) == (2, mean([0.5, 0.75]))
+    assert (found.cell.n, found.cell.mean) == (2, mean([0.5, 0.75]))
 
 
 def test_errors_name_what_there_is():

@@ -29,14 +29,14 @@ from locret_kit.cli.eval_setup import load_parts, run_of
 from locret_kit.config.eval_options import load_eval_config
 from locret_kit.evals.engine import measure, read_rows, runner
 from locret_kit.evals.engine.measure import SharedBeginning, shared_lengths
-from locret_kit.evals.tables import cells_table, summarize
+from locret_kit.evals.tables import summarize, to_csv
 from locret_kit.evals.tasks import Example, Task
 from locret_kit.runtime import drivers
 from locret_kit.text.template import protected_spans
 
 CHUNK = 32
-POLICIES = ("full", "locret", "random", "nacl(proxies=6)", "sirllm", "kvcrush(base=ada-snapkv(6,3))", "random-heads")
-"""Every row kept, learned, drawn, sampled, read off the logits, and ragged."""
+POLICIES = ("full", "locret", "nacl(proxies=6)", "sirllm", "kvcrush(base=ada-snapkv(6,3))")
+"""Every row kept, learned, drawn, read off the logits, and ragged."""
 
 
 # ---- the plan ---------------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def prompts_that_begin_alike(draw):
 
 
 @given(prompts_that_begin_alike(), st.integers(1, 3), st.integers(0, 3))
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_a_beginning_grows_and_is_read_once(prompts, chunk, tail):
     shared = shared_lengths(prompts, BoundedCache(8, "full", chunk=chunk, stabilizers=0, local_len=tail))
     assert shared == sorted(shared) and all(length % chunk == 0 for length in shared)
@@ -113,7 +113,7 @@ def in_order(*examples: tuple[array, float | None, int | None]) -> list[Example]
 
 
 @given(st.integers(1, 20), st.lists(st.integers(1, 20), min_size=2, max_size=8), st.integers(1, 4), st.integers(0, 3))
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_a_haystack_is_read_once_up_to_each_depth(size, places, chunk, tail):
     text = range(100, 100 + size)
     hidden = [array("i", [*text[:n], i, *text[n:]]) for i, n in enumerate(places)]
@@ -129,12 +129,6 @@ def test_a_haystack_is_read_once_up_to_each_depth(size, places, chunk, tail):
 # ---- runs -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def no_drawing(monkeypatch):
-    """Figures and page take longer than these runs."""
-    monkeypatch.setattr("locret_kit.evals.report.write_page", lambda out: out / "report.html")
-
-
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory) -> Path:
     return save_tiny_heads(tmp_path_factory.mktemp("tiny"), inference={**INFERENCE, "budget": 48})
@@ -142,7 +136,7 @@ def heads(tmp_path_factory) -> Path:
 
 def words(heads: Path, out: Path, **more: object) -> list[str]:
     given = {
-        "tasks": "[passkey,number]", "policies": f"[{','.join(POLICIES)}]", "budgets": "[48]", "lengths": "[280]",
+        "tasks": "[passkey]", "policies": f"[{','.join(POLICIES)}]", "budgets": "[48]", "lengths": "[280]",
         "samples": 4, "ckpt": heads, "max_new_tokens": 3, "keep": 4, "out": out, **more,
     }  # fmt: skip
     return [f"{key}={value}" for key, value in given.items()]
@@ -159,7 +153,7 @@ def alone(heads, tmp_path_factory) -> Path:
         assert main(words(heads, out, share_prefix="false")) == 0
     rows = read_rows(out)
     assert {row.prefix_shared for row in rows} == {0} and not any(row.error for row in rows)
-    assert len(rows) == 2 * 4 * len(POLICIES)
+    assert len(rows) == 4 * len(POLICIES)
     return out
 
 
@@ -168,19 +162,14 @@ def test_rows_are_those_of_prompts_read_alone(alone, heads, tmp_path):
     assert main(words(heads, out)) == 0
     assert figures(out) == figures(alone) and scores(out) == scores(alone)
     for policy in POLICIES:
-        shared = [row.prefix_shared for row in read_rows(out) if row.policy == policy and row.task == "R.PassKey"]
+        shared = [row.prefix_shared for row in read_rows(out) if row.policy == policy]
         assert max(shared) >= 96 and all(n % CHUNK == 0 for n in shared)
     assert all(row.prefix_shared < row.tokens and row.prefill_s > 0 for row in read_rows(out))
 
 
 def test_protected_text_is_kept_shared_or_not(heads, tmp_path):
     outs = [tmp_path / name for name in ("shared", "alone")]
-    more = {
-        "policies": "[full,random,score=recency]",
-        "protect": "first+system+markers",
-        "chat": "always",
-        "samples": 3,
-    }
+    more = {"policies": "[random]", "protect": "first+system+markers", "chat": "always", "samples": 3}
     for out, share in zip(outs, ("true", "false"), strict=True):
         assert main(words(heads, out, share_prefix=share, **more)) == 0
     assert figures(outs[0]) == figures(outs[1])
@@ -199,36 +188,36 @@ def test_processes_take_stretches_of_neighbours(alone, heads, tmp_path):
     out = tmp_path / "run"
     assert forked.ranks(lambda: main(words(heads, out)), 2, tmp_path / "log") == [0, 0], (tmp_path / "log").read_text()
     assert figures(out) == figures(alone) and scores(out) == scores(alone)
-    summary = cells_table(summarize(read_rows(out))).csv()
+    summary = to_csv(summarize(read_rows(out)))
     assert (out / "summary.csv").read_text() == summary  # the last one to finish has written of all rows
-    rows = [row for row in read_rows(out) if row.task == "R.PassKey"]
+    rows = read_rows(out)
     by_rank = [{row.sample for row in rows if row.rank == rank} for rank in range(2)]
     assert sorted(by_rank, key=min) == [{0, 2}, {1, 3}]  # depths 1/2 and 3/4 in one, 1/4 and 1/8 in the other
     assert all(max(row.prefix_shared for row in rows if row.rank == rank) > 0 for rank in range(2))
 
 
 def documents(kind: str) -> Task:
-    """A text with several endings, of which the third is much longer."""
+    """A text with several endings, of which the second is much longer."""
 
     def make(request) -> Example:
-        tail = f" Question {request.sample}: what is it?" * (20 if request.sample == 2 else 1)
+        tail = f" Question {request.sample}: what is it?" * (20 if request.sample == 1 else 1)
         return replace(request, prompt=TEXT * 2 + tail, answer="x", continuation=" Remember it. The boats")
 
     return Task("documents", make, "rouge", 4, kind=kind, begins_alike=True)
 
 
-@pytest.mark.parametrize("kind", ["nll", "nll_prefill", "fidelity", "agreement", "answer"])
+@pytest.mark.parametrize("kind", ["nll", "nll_prefill", "fidelity", "agreement"])
 def test_every_kind_of_task_and_length(heads, tmp_path, kind):
     """Exact figures of the likelihood; a pyramid's budgets depend on the prompt's length, so not all can be shared."""
-    policies = "[full,locret,pyramid-locret,random]"
-    config = load_eval_config(words(heads, tmp_path / "x", samples=4, policies=policies, budgets="[40]"))
+    policies = "[full,locret,pyramid-locret]"
+    config = load_eval_config(words(heads, tmp_path / "x", samples=3, policies=policies, budgets="[40]"))
     plan = run_of(config, load_parts(config))
     made = []
     for share in (True, False):
         out = tmp_path / str(share)
         assert runner.answer(replace(plan, tasks=[documents(kind)], out=out, share_prefix=share)) == 0
         made.append((out, figures(out)))
-    assert made[0][1] == made[1][1] and len(made[0][1]) == 16
+    assert made[0][1] == made[1][1] and len(made[0][1]) == 9
     assert (max(row.prefix_shared for row in read_rows(made[0][0])) > 0) == (kind != "nll_prefill")
 
 

@@ -32,12 +32,6 @@ from locret_kit.runtime.session import Answer
 from locret_kit.samples.haystack import load_text
 
 
-@pytest.fixture(autouse=True)
-def no_drawing(monkeypatch):
-    """Figures and page take longer than these runs."""
-    monkeypatch.setattr("locret_kit.evals.report.write_page", lambda out: out / "report.html")
-
-
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory) -> Path:
     return save_tiny_heads(tmp_path_factory.mktemp("tiny"))
@@ -46,7 +40,7 @@ def heads(tmp_path_factory) -> Path:
 def words(heads: Path, out: Path, **more: object) -> list[str]:
     settings = {
         "tasks": "[passkey,perplexity_prefill]", "policies": "[full,locret,streaming(sinks=2)]", "budgets": "[32,64]",
-        "lengths": "[240]", "samples": 3, "haystacks": "[jargon]", "ckpt": heads, "max_new_tokens": 4, "out": out, **more,
+        "lengths": "[240]", "samples": 2, "haystacks": "[jargon]", "ckpt": heads, "max_new_tokens": 4, "out": out, **more,
     }  # fmt: skip
     return [f"{key}={value}" for key, value in settings.items()]
 
@@ -65,7 +59,7 @@ def finished(heads, tmp_path_factory) -> Path:
 
 def test_a_run_writes_rows_and_summary(finished, heads):
     rows = read_rows(finished)
-    assert len(rows) == 2 * 3 * (1 + 2 * 2) == len(lines(finished))
+    assert len(rows) == 2 * 2 * (1 + 2 * 2) == len(lines(finished))
     assert {row.error for row in rows} == {None}
     assert {row.heads for row in rows} == {"-", "heads"} and {row.label for row in rows} == {
         "full", "locret (heads)", "streaming(sinks=2)",
@@ -82,9 +76,9 @@ def test_a_run_writes_rows_and_summary(finished, heads):
     for row in rows:
         hashes[row.task, row.sample].add(row.prompt_hash)
     assert all(len(found) == 1 for found in hashes.values())  # the same prompt for every policy
-    assert len({next(iter(found)) for found in hashes.values()}) == 6
+    assert len({next(iter(found)) for found in hashes.values()}) == 4
     table = (finished / "summary.md").read_text()
-    assert "**R.PassKey, haystack: jargon** (match;" in table and "| full | " in table and "(n=3)" in table
+    assert "**R.PassKey, haystack: jargon** (match;" in table and "| full | " in table and "(n=2)" in table
     assert (finished / "summary.csv").read_text().count("\n") == 1 + 2 * 5
     assert table.startswith("**All tasks**") and table.count("| 240 | 32 | locret (heads) |") == 1
     assert (finished / "report.html").stat().st_size > 10_000 and list((finished / "figures").glob("*.svg"))
@@ -97,12 +91,12 @@ def test_a_rerun_does_nothing_and_a_longer_one_what_is_missing(finished, heads, 
     assert main(words(heads, out, samples=1)) == 0
     assert lines(out) == first
     assert main(words(heads, out)) == 0
-    assert len(lines(out)) == len(first) + 20 and lines(out)[: len(first)] == first
+    assert len(lines(out)) == len(first) + 10 and lines(out)[: len(first)] == first
     assert figures(out) == figures(finished)
 
 
 def test_kill_and_rerun_gives_the_same_summary(finished, heads, tmp_path, monkeypatch):
-    """Killed (SIGKILL) twice after some rows, with half a line left behind."""
+    """Killed (SIGKILL) after some rows, with half a line left behind."""
     out = tmp_path / "run"
     shard = out / "rows.0.jsonl"
 
@@ -112,28 +106,27 @@ def test_kill_and_rerun_gives_the_same_summary(finished, heads, tmp_path, monkey
 
             def then_wait(row: Row) -> None:  # two rows later, so that the run cannot end before it is killed
                 append(row)
-                if shard.read_bytes().count(b"\n") == wanted + 2:
+                if shard.read_bytes().count(b"\n") == 5:
                     signal.pause()
 
             yield then_wait
 
-    for wanted in (3, 11):
-        with monkeypatch.context() as patch:
-            patch.setattr("locret_kit.evals.engine.runner.appending", pausing)
-            child = forked.start(lambda: main(words(heads, out)), tmp_path / "log")
-        while not shard.exists() or shard.read_bytes().count(b"\n") < wanted:
-            time.sleep(0.005)
-            assert os.waitpid(child, os.WNOHANG) == (0, 0), (tmp_path / "log").read_text()
-        os.kill(child, signal.SIGKILL)
-        assert forked.status_of(child) == -signal.SIGKILL
-        before = shard.read_bytes()
-        assert before.count(b"\n") >= wanted
-        with shard.open("ab") as file:
-            file.write(b'{"task": "R.PassKey", "hays')
-        assert len(read_rows(out)) == before.count(b"\n")
+    with monkeypatch.context() as patch:
+        patch.setattr("locret_kit.evals.engine.runner.appending", pausing)
+        child = forked.start(lambda: main(words(heads, out)), tmp_path / "log")
+    while not shard.exists() or shard.read_bytes().count(b"\n") < 3:
+        time.sleep(0.005)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), (tmp_path / "log").read_text()
+    os.kill(child, signal.SIGKILL)
+    assert forked.status_of(child) == -signal.SIGKILL
+    before = shard.read_bytes()
+    assert before.count(b"\n") >= 3
+    with shard.open("ab") as file:
+        file.write(b'{"task": "R.PassKey", "hays')
+    assert len(read_rows(out)) == before.count(b"\n")
     assert main(words(heads, out)) == 0
     keys = [tuple(row[name] for name in KEY) for row in lines(out)]
-    assert len(keys) == len(set(keys)) == 30
+    assert len(keys) == len(set(keys)) == 20
     assert figures(out) == figures(finished) and scores(out) == scores(finished)
 
 
@@ -154,14 +147,14 @@ def test_a_crash_is_a_row_and_the_run_goes_on(heads, tmp_path, monkeypatch, caps
 
     monkeypatch.setattr(measure, "Answer", FailsOnce)
     assert main(words(heads, out, tasks="[passkey]")) == 1
-    assert "3 examples ended with an error" in capsys.readouterr().err
+    assert "2 examples ended with an error" in capsys.readouterr().err
     bad = [row for row in read_rows(out) if row.error]
-    assert len(bad) == 3 and {row.error for row in bad} == {"OutOfMemoryError: no room"}
+    assert len(bad) == 2 and {row.error for row in bad} == {"OutOfMemoryError: no room"}
     assert {(row.policy, row.budget, row.score) for row in bad} == {("locret", 32, None)}
-    assert "- (n=0, 3 failed)" in (out / "summary.md").read_text()
+    assert "- (n=0, 2 failed)" in (out / "summary.md").read_text()
     monkeypatch.setattr(measure, "Answer", Answer)
     assert main(words(heads, out, tasks="[passkey]")) == 0
-    assert not any(row.error for row in read_rows(out)) and len(read_rows(out)) == 15
+    assert not any(row.error for row in read_rows(out)) and len(read_rows(out)) == 10
 
 
 def test_a_prompt_that_cannot_be_made_is_an_error_of_every_policy(heads, tmp_path):
@@ -226,9 +219,7 @@ def test_fidelity_is_measured_against_full_attention(heads, tmp_path):
     more = {"tasks": "[fidelity.continue]", "max_new_tokens": 12, "samples": 2}
     assert main(words(heads, out, policies="[locret]", budgets="[32,512]", positions="original", **more)) == 0
     rows = read_rows(out)
-    full = {
-        row.sample: row for row in rows if row.policy == "full"
-    }  # recorded, though not asked for: it is the reference
+    full = {row.sample: row for row in rows if row.policy == "full"}  # not asked for: it is the reference
     assert len(full) == 2 and all(row.scores["same"] == row.score == 1 for row in full.values())
     for row in rows:
         assert row.answer == full[row.sample].output
@@ -236,11 +227,9 @@ def test_fidelity_is_measured_against_full_attention(heads, tmp_path):
             assert row.output == row.answer and row.scores["bleu"] == 1
     assert {"rougeL", "rouge1", "rouge2", "bleu", "same"} < set(rows[0].scores)
     reference = {sample: row.output for sample, row in full.items()}
-    assert (
-        main(words(heads, out, policies="[full,locret,recency]", budgets="[32,512]", positions="original", **more)) == 0
-    )
+    assert main(words(heads, out, policies="[full,recency]", budgets="[32]", positions="original", **more)) == 0
     rows = read_rows(out)
-    assert len(rows) == 2 * 5 and all(row.answer == reference[row.sample] for row in rows)
+    assert len(rows) == 2 * 4 and all(row.answer == reference[row.sample] for row in rows)
 
 
 def test_agreement_is_measured_on_full_attention_s_own_tokens(heads, tmp_path):
@@ -271,7 +260,7 @@ def test_what_is_kept_is_stored_for_the_first_examples(heads, tmp_path):
             assert len(kept["ids"]) == row.tokens and kept["heads"].shape == (3, row.tokens) and kept["n_heads"] == 2
             wanted = row.tokens if row.policy == "full" else 32
             assert (kept["heads"].astype(int).sum(1) == 2 * wanted).all()
-    assert main(words(heads, out, tasks="[passkey]", keep=3, budgets="[32]")) == 0
+    assert main(words(heads, out, tasks="[passkey]", keep=2, budgets="[32]")) == 0
     assert read_rows(out) == rows  # none is done again, so the advice is another folder
 
 
@@ -280,10 +269,8 @@ def test_what_is_missing_is_said_before_the_first_example(heads, tmp_path, monke
     monkeypatch.setattr("locret_kit.cli.eval.find_spec", lambda name: None)
     out = tmp_path / "run"
     assert main(words(heads, out, tasks="[passkey]", policies="[locret]", samples=1)) == 0
-    said = capsys.readouterr().err
-    assert said.index("no figures and no page without matplotlib: in the clone, pip install -e") < said.index(
-        "R.PassKey"
-    )
+    before, said = capsys.readouterr().err.split("R.PassKey", 1)
+    assert "no figures and no page without matplotlib: in the clone, pip install -e" in before
     assert (out / "summary.md").exists() and "the page is" not in said
 
 
@@ -307,7 +294,7 @@ def test_errors_are_one_line_and_leave_nothing(heads, tmp_path, capsys, monkeypa
     assert not out.exists()
 
 
-@pytest.mark.parametrize("text", ["null", "[1]", "{broken"])
+@pytest.mark.parametrize("text", ["null", "{broken"])
 def test_a_damaged_configuration_is_one_line(heads, finished, tmp_path, capsys, text):
     """A rerun once ended with a traceback."""
     (tmp_path / "rows.0.jsonl").write_bytes((finished / "rows.0.jsonl").read_bytes())
@@ -389,10 +376,8 @@ def test_a_length_that_a_task_cannot_have_ends_the_run_before_it_begins(heads, t
         assert main(words(heads, tmp_path / "run", tasks=f"[perplexity_prefill,{task}]", lengths="[240,30]")) == 1
         (line,) = capsys.readouterr().err.splitlines()
         name = {"passkey": "R.PassKey"}.get(task, task)
-        found = re.fullmatch(
-            rf"locret-eval: task={name}: length=30 must be at least (\d+) for .* shortest prompt", line
-        )
-        least = int(found[1])
+        said = rf"locret-eval: task={name}: length=30 must be at least (\d+) for .* shortest prompt"
+        least = int(re.fullmatch(said, line)[1])
         assert not list((tmp_path / "run").glob("rows.*.jsonl"))
     made = words(heads, tmp_path / "run", tasks="[passkey]", lengths=f"[{least + 8}]", policies="[full]", samples=1)
     assert main(made) == 0

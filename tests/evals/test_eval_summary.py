@@ -15,20 +15,19 @@ from scripts_loaded import load_script
 
 from locret_kit.cli.eval import main
 from locret_kit.evals.engine import Row, read_rows
-from locret_kit.evals.report import overview, score_table, to_markdown
-from locret_kit.evals.tables import Cell, Table, Value, cells_table, summarize
+from locret_kit.evals.report import overview, score_table
+from locret_kit.evals.tables import Cell, summarize, to_csv
 from locret_kit.evals.tasks import known_tasks
 from locret_kit.evals.tasks.document_tasks import averages
 
-ROOT = Path(__file__).resolve().parents[2]
 ROW = Row(task="R.PassKey", haystack="jargon", length=4096, budget=512, policy="locret", heads="h", sample=0, score=1.0)
 
 
 RESULTS = load_script("scripts/results.py")
 
 
-def table(task: str, haystack: str, cells: Sequence[Cell]) -> str:
-    return score_table([replace(cell, task=task, haystack=haystack) for cell in cells]).markdown()
+def table(cells: Sequence[Cell]) -> str:
+    return score_table(cells).markdown()
 
 
 def test_a_share_has_an_interval_and_other_scores_have_none():
@@ -40,35 +39,6 @@ def test_a_share_has_an_interval_and_other_scores_have_none():
         assert cell.low is None
 
 
-def leading(table: Table) -> list[tuple[str, str]]:
-    """Policy and column of the figures that lead theirs."""
-    at = table.head.index("policy")
-    return [(cells[at], head) for cells in table.lines for head, cell in zip(table.head, cells, strict=True)
-            if isinstance(cell, Value) and cell.best]  # fmt: skip
-
-
-def test_leaders_are_the_best_of_those_that_evict_and_read_the_same():
-    """Full attention leads nothing; nor does a policy that was asked about other texts, nor where all are as good."""
-
-    def rows(policy: str, scores: Sequence[float], times: int = 5, **changes: object) -> list[Row]:
-        every = enumerate([*scores] * times)
-        made = [replace(ROW, policy=policy, heads="-", sample=i, score=score) for i, score in every]
-        return [replace(row, **changes) for row in made]
-
-    shown = [*rows("full", [1, 1], budget=0), *rows("a", [0.5, 0.5]), *rows("b", [0.5, 0.25]), *rows("c", [1])]
-    one = score_table(summarize(shown))
-    assert leading(one) == [("a", "4K, budget 512")]
-    assert one.reference == [0]
-    likelihoods = score_table(summarize(replace(row, metric="nll") for row in shown))
-    assert leading(likelihoods) == [("b", "4K, budget 512")]
-    assert leading(score_table(summarize([*rows("a", [1, 1]), *rows("b", [1, 1])]))) == []
-    few = [*rows("a", [1, 1, 1], times=3), *rows("b", [0, 0, 0], times=3)]
-    assert leading(score_table(summarize(few))) == [], "nine examples"
-    every = overview([*shown, *(replace(row, task="other", score=1.0) for row in shown)])
-    assert leading(every) == [("a", "R.PassKey, haystack: jargon (match)")]
-    assert [every.lines[i][2] for i in every.reference] == ["full"]
-
-
 def test_the_command_prints_the_rows_that_are_asked_for(tmp_path, capsys):
     write(
         tmp_path / "rows.0.jsonl",
@@ -76,14 +46,18 @@ def test_the_command_prints_the_rows_that_are_asked_for(tmp_path, capsys):
     )
     assert main(["table", f"out={tmp_path}", "policies=[h2o]"]) == 0
     said = capsys.readouterr().out
-    assert "| h2o | 1.00 ± 0.00 (n=10) |" in said and "x" not in said
+    assert "| h2o | 1.00 [0.72, 1.00] (n=10) |" in said and "x" not in said
+    assert main(["table", f"out={tmp_path}", "format=latex"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("% R.PassKey, haystack: jargon (match; mean [95% interval]")
+    assert "x\\&y & 1.00 [0.72, 1.00] (n=10) \\\\\n" in said and said.endswith("\\bottomrule\n\\end{tabular}\n")
 
 
 @given(st.randoms(use_true_random=False))
 def test_the_order_of_rows_does_not_matter(rng):
     rows = [replace(ROW, sample=i, budget=b, score=i / 3, prefill_s=0.1 * i) for i in range(4) for b in (256, 512)]
     shuffled = rng.sample(rows, len(rows))
-    assert cells_table(summarize(rows)).csv() == cells_table(summarize(shuffled)).csv()
+    assert to_csv(summarize(rows)) == to_csv(summarize(shuffled))
 
 
 def test_errors_are_counted_and_left_out_of_the_mean():
@@ -92,7 +66,8 @@ def test_errors_are_counted_and_left_out_of_the_mean():
     assert (cell.n, cell.errors, cell.mean, cell.stderr) == (2, 1, 0.5, 0.5)
     (only,) = summarize([rows[2]])
     assert (only.n, only.mean, only.stderr) == (0, None, None)
-    assert "0.50 ± 0.50 (n=2, 1 failed)" in to_markdown([cell]) and "- (n=0, 1 failed)" in to_markdown([only])
+    assert str(cell) == "0.50 [0.09, 0.91] (n=2, 1 failed)" and str(only) == "- (n=0, 1 failed)"
+    assert str(replace(cell, low=None, high=None)) == "0.50 ± 0.50 (n=2, 1 failed)"
 
 
 def test_a_table_puts_full_attention_into_every_column_of_its_length():
@@ -101,19 +76,20 @@ def test_a_table_puts_full_attention_into_every_column_of_its_length():
         replace(ROW, policy="full", heads="-", budget=0),
         replace(ROW, policy="h2o", heads="-", budget=256, score=0.0),
     ]
-    lines = table("R.PassKey", "jargon", summarize(rows)).splitlines()
-    assert lines[0] == "**R.PassKey, haystack: jargon** (match; mean ± standard error)"
+    lines = table(summarize(rows)).splitlines()
+    assert lines[0] == "**R.PassKey, haystack: jargon** (match; mean [95% interval] or ± standard error)"
     assert lines[2] == "| policy | 4K, budget 256 | 4K, budget 512 | 8K, budget 256 | 8K, budget 512 |"
-    assert lines[4] == "| full | 1.00 (n=1) | 1.00 (n=1) | - | - |"
-    assert lines[5].startswith("| locret (h) | 1.00") and lines[6] == "| h2o | 0.00 (n=1) | - | - | - |"
-    alone = table("x", "-", summarize([replace(ROW, budget=0, policy="full", heads="-", metric="nll", length=1000)]))
-    assert "| policy | 1000 |" in alone and "**x** (nll: nats a token, lower is better" in alone
+    one = "1.00 [0.21, 1.00] (n=1)"
+    assert lines[4] == f"| full | {one} | {one} | - | - |"
+    assert lines[5].startswith("| locret (h) | 1.00") and lines[6] == "| h2o | 0.00 [0.00, 0.79] (n=1) | - | - | - |"
+    alone = table(summarize([replace(ROW, budget=0, policy="full", heads="-", metric="nll", length=1000)]))
+    assert "| policy | 1000 |" in alone and "(nll: nats a token, lower is better" in alone
 
 
 def cells_of(**samples: Sequence[int]) -> list[Cell]:
     """Cells of policies with the examples of these numbers; `full` has no budget."""
     return summarize(
-        replace(ROW, policy=name, heads="-", budget=0 if name == "full" else 512, sample=i, score=1.0)
+        replace(ROW, policy=name, heads="-", budget=0 if name == "full" else 512, sample=i, score=0.5)
         for name, numbers in samples.items()
         for i in numbers
     )
@@ -122,18 +98,14 @@ def cells_of(**samples: Sequence[int]) -> list[Cell]:
 def test_cells_of_other_texts_than_most_of_their_column_are_marked():
     cells = cells_of(full=range(4), h2o=range(4), streaming=range(3), tova=(0, 1, 2, 9))
     assert [cell.samples for cell in cells] == ["0-3", "0-3", "0-2", "0-2 9"]
-    marked = table("x", "-", cells)
+    marked = table(cells)
     shown = {line.split(" | ")[0][2:]: line.split(" | ")[1][:-2] for line in marked.splitlines()[4:8]}
-    even = "1.00 ± 0.00 (n=4)"
-    assert shown == {"full": even, "h2o": even, "streaming": "1.00 ± 0.00 (n=3)†", "tova": f"{even}†"}
+    even = "0.50 ± 0.00 (n=4)"
+    assert shown == {"full": even, "h2o": even, "streaming": "0.50 ± 0.00 (n=3)†", "tova": f"{even}†"}
     assert marked.endswith("|\n\n† on other texts than most of its column\n") and marked.count("†") == 3
-    assert "†" not in table("x", "-", cells_of(full=range(4), h2o=range(4)))
     elsewhere = [replace(cell, length=8192, samples="0") for cell in cells[:1]]  # another column
-    assert table("x", "-", [*cells[:2], *elsewhere]).count("†") == 0
-
-
-def test_of_two_sets_of_texts_the_larger_is_the_column_s_own():
-    marked = table("x", "-", cells_of(full=range(4), h2o=range(6)))
+    assert table([*cells[:2], *elsewhere]).count("†") == 0
+    marked = table(cells_of(full=range(4), h2o=range(6)))  # of two sets the larger is the column's
     assert "(n=4)†" in marked and "(n=6)†" not in marked
 
 
@@ -141,13 +113,10 @@ def test_full_attention_is_marked_in_the_columns_of_other_texts_alone():
     rows = [replace(ROW, policy=p, heads="-", budget=b, sample=i) for p in ("a", "b") for b, n in ((256, 2), (512, 3))
             for i in range(n)]  # fmt: skip
     rows += [replace(ROW, policy="full", heads="-", budget=0, sample=i) for i in range(3)]
-    line = table("x", "-", summarize(rows)).splitlines()[4]
-    assert line == "| full | 1.00 ± 0.00 (n=3)† | 1.00 ± 0.00 (n=3) |"
-
-
-def test_a_cell_without_scores_counts_for_nothing():
+    line = table(summarize(rows)).splitlines()[4]
+    assert line == "| full | 1.00 [0.44, 1.00] (n=3)† | 1.00 [0.44, 1.00] (n=3) |"
     failed = [replace(ROW, policy=p, heads="-", score=None, error="X: y") for p in ("a", "b")]
-    shown = table("x", "-", summarize([ROW, *failed]))
+    shown = table(summarize([ROW, *failed]))
     assert "†" not in shown and shown.count("- (n=0, 1 failed)") == 2
 
 
@@ -169,8 +138,8 @@ def test_a_paper_s_average_stands_where_all_its_tasks_do():
 
 def test_names_cannot_break_a_table():
     """A haystack may be any file's name, and a policy any expression."""
-    text = to_markdown(summarize([replace(ROW, policy="x|<b>y", heads="-", haystack="a|b<img>\n.txt")]))
-    assert "| x\\|&lt;b&gt;y | 1.00 (n=1) |" in text and "a\\|b&lt;img&gt; .txt" in text
+    text = table(summarize([replace(ROW, policy="x|<b>y", heads="-", haystack="a|b<img>\n.txt", score=0.5)]))
+    assert "| x\\|&lt;b&gt;y | 0.50 (n=1) |" in text and "a\\|b&lt;img&gt; .txt" in text
     assert "<" not in text and all(row.count("|") - row.count("\\|") == 3 for row in text.splitlines()[2:])
 
 
@@ -227,18 +196,20 @@ def test_of_two_alike_the_score_counts_and_then_the_date(tmp_path):
 def test_the_documented_results_are_those_of_the_committed_rows(capsys, monkeypatch):
     assert RESULTS.main(["--check"]) == 0, capsys.readouterr().err
     monkeypatch.setattr(RESULTS, "answers", lambda rows, places: "another table")
+    monkeypatch.setattr(RESULTS.picture, "memory", lambda rows, root: RESULTS.picture.Panel("other", {}))
     assert RESULTS.main(["--check"]) == 1
-    assert "facts.md and docs/results/questions.md differ from the rows" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "facts.md and docs/results/questions.md and" in said and "cost.svg differ from the rows" in said
 
 
-def test_a_picture_holds_its_points_and_one_of_other_points_is_stale(tmp_path, capsys, monkeypatch):
+def test_a_picture_holds_its_points_and_its_names(tmp_path):
     """Titles and names are in the text of the SVG, as the page's readers search it."""
-    picture, rows = RESULTS.picture, read_rows((ROOT / "checkpoints" / RESULTS.HEADS).glob("results*.jsonl"))
-    for path, panels in picture.pictures(rows, ROOT).items():
-        drawn = tmp_path / path.name
-        picture.write(drawn, panels)
-        assert picture.is_drawn(drawn, panels) and not picture.is_drawn(drawn, panels[1:])
-        shown = drawn.read_text(encoding="utf-8")
-        assert all(f">{name}</text>" in shown for panel in panels for name in (panel.title, *panel.lines))
-    monkeypatch.setattr(picture, "memory", lambda rows, root: picture.Panel("other", {}))
-    assert RESULTS.main(["--check"]) == 1 and "cost.svg differ" in capsys.readouterr().err
+    picture, drawn = RESULTS.picture, tmp_path / "drawn.svg"
+    panels = [
+        picture.Panel("Two lines", {"locret": [(1024, 0.5, 0.25, 0.75), (2048, 1.0, 0.5, 1.0)]}, [1024, 2048]),
+        picture.Panel("Bars", {"vLLM, 1 client": [(3.5,)]}, top=5),
+    ]
+    picture.write(drawn, panels)
+    assert picture.is_drawn(drawn, panels) and not picture.is_drawn(drawn, panels[1:])
+    shown = drawn.read_text(encoding="utf-8")
+    assert all(f">{name}</text>" in shown for panel in panels for name in (panel.title, *panel.lines))

@@ -49,11 +49,10 @@ def example(
 @pytest.mark.parametrize("chat", ["auto", "always"])
 def test_lengths_are_met_within_one_per_cent(name, chat):
     length = LONG.get(name, 1024)
-    for sample in range(2):
-        _, made = example(name, sample, chat=chat)
-        size = count_ids(tiny_tokenizer(), made.prompt, made.special)
-        least = 0.9 if name == "questions" else 0.99  # its document has room for the longest of four questions
-        assert least * length - 1 <= size <= length
+    _, made = example(name, 1, chat=chat)
+    size = count_ids(tiny_tokenizer(), made.prompt, made.special)
+    least = 0.9 if name == "questions" else 0.99  # its document has room for the longest of four questions
+    assert least * length - 1 <= size <= length
 
 
 @pytest.mark.parametrize("name", ["passkey", "questions"])
@@ -73,7 +72,7 @@ def test_an_open_question_has_no_first_words_of_its_answer(name):
 
 
 @given(st.integers(700, 3000), st.integers(0, 40), st.sampled_from(["repeated", "pydoc"]))
-@settings(max_examples=25)
+@settings(max_examples=8)
 def test_any_length_and_sample_of_a_needle(length, sample, haystack):
     task, made = example("ruler.niah_single", sample, haystack, length)
     size = count_ids(tiny_tokenizer(), made.prompt, made.special)
@@ -307,11 +306,8 @@ def test_every_listed_name_is_a_task():
     ("name", "data", "said"),
     [
         ("latin.txt", "Der Käse".encode("latin-1"), "latin.txt: the text is not UTF-8: byte 5 is 0xe4"),
-        ("wide.txt", "The boats".encode("utf-16"), "not UTF-8: byte 0 is 0xff"),
-        ("bare.md", "The boats".encode("utf-16-le"), "byte 1 is as in UTF-16 without its mark"),
         ("nul.txt.gz", gzip.compress(b"The\0boats", mtime=0), "nul.txt.gz: the text is not UTF-8: byte 3"),
         ("cut.txt.gz", gzip.compress(b"The boats came in. " * 99, mtime=0)[:-9], "is no whole gzip file"),
-        ("text.txt.gz", b"The boats came in.", "is no whole gzip file"),
     ],
 )
 def test_a_haystack_that_cannot_be_read_is_refused(tmp_path, name, data, said):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from locret_kit.evals.engine import Row, read_rows
-from locret_kit.evals.tables import cells_table, summarize
+from locret_kit.evals.tables import summarize, to_csv
 
 COSTS = frozenset(("prefix_shared", "prefill_s", "decode_s", "peak_bytes", "date", "rank"))
 """What differs between two runs of the same examples."""
@@ -31,4 +31,4 @@ def kept_of(out: Path, row: Row) -> Mapping[str, np.ndarray]:
 
 def scores(out: Path) -> str:
     """The summary without its costs."""
-    return cells_table(replace(cell, prefill_s=0.0, peak_bytes=0) for cell in summarize(read_rows(out))).csv()
+    return to_csv(replace(cell, prefill_s=0.0, peak_bytes=0) for cell in summarize(read_rows(out)))

@@ -75,7 +75,7 @@ def test_metadata_of_the_card(tmp_path):
     assert results.keys() == {"jargon, 4096 tokens", "repeated, 4096 tokens"}, "and no other heads, no other policy"
     assert results["jargon, 4096 tokens"]["value"] == 0.5
     assert results["jargon, 4096 tokens"]["args"] == {"budget": 512, "samples": 2}
-    assert "| R.PassKey | jargon | 4096 | 512 | match | 0.50 ± 0.50 (n=2) |" in text
+    assert "| R.PassKey | jargon | 4096 | 512 | match | 0.50 [0.09, 0.91] (n=2) |" in text
 
 
 def test_a_hand_written_card_keeps_its_words_and_gets_what_it_lacks(tmp_path):

@@ -18,6 +18,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -28,15 +29,17 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ...documents.document import Kept
+from ...documents.document_text import hash_ids
 from ...documents.prefix_cache import PrefixCache
 from ...engine import Answer, BoundedCache, KVzip, prefill
 from ...files import write_beside
-from ...naming import prefixed_errors
+from ...naming import first_line, prefixed_errors
 from ...text.template import protected_spans
 from ...text.tokens import stream_ids
+from ...validation import build
 from ..metrics import get_metric
 from ..tasks.task import Example
-from . import BM25, ORACLES, RANDOM_HEADS, Key, Row, Run, Setup, Variant, bm25, is_oracle, reads_alone
+from . import BM25, KEY, ORACLES, RANDOM_HEADS, Key, Row, Run, Setup, Variant, bm25, is_oracle, reads_alone
 
 # ---- likelihood and agreement under eviction --------------------------------------------------------------------------
 
@@ -187,15 +190,65 @@ def cache_for(setup: Setup, variant: Variant, prompt_length: int | None) -> Boun
 
 def measure_row(
     run: Run, variant: Variant, example: Example, shared: int, document: SharedBeginning, reference: Row | None
+) -> Row:
+    """The row of one example; an exception becomes its error. After running out of memory, a prompt is tried once more
+    without sharing.
+
+    Args:
+        shared: see `shared_lengths`.
+        reference: the row of full attention, for tasks that are compared with it.
+    """
+    device = run.setup.model.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    try:
+        if reference is not None and reference.error is not None:
+            raise ValueError(f"full attention, the reference, failed: {reference.error}")
+        return _row(run, variant, example, _measure(run, variant, example, shared, document, reference))
+    except NotStored:
+        raise
+    except Exception as error:
+        document.drop()
+        failed = error_row(run, variant, example, error)
+        no_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    if no_memory:  # out here, where the error no longer holds what the example had allocated
+        torch.cuda.empty_cache()
+        if shared:
+            return measure_row(run, variant, example, 0, document, reference)
+    return failed
+
+
+def error_row(run: Run, variant: Variant, example: Example, error: Exception) -> Row:
+    """The row of an example that ended with an error."""
+    return _row(run, variant, example, {"error": f"{type(error).__name__}: {first_line(error)}"})
+
+
+def _row(run: Run, variant: Variant, example: Example, fields: Fields) -> Row:
+    setup = run.setup
+    record: Fields = dict(zip(KEY, variant.key(example), strict=True))
+    record |= {
+        "seed": setup.seed, "model": setup.name, "adapter": setup.adapter, "rank": run.rank,
+        "heads_hash": setup.hashes.get(variant.heads, ""), "text_hash": example.task.text_hash,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }  # fmt: skip
+    if example.error is None:
+        record |= {
+            "depth": example.depth, "cut": example.cut, "tokens": len(example.ids), "answer": example.answer,
+            "prompt_hash": hash_ids(example.ids)[:16], "ending": example.extra.get("ending", ""),
+        }  # fmt: skip
+    return build(Row, record | fields).writable()
+
+
+def _measure(
+    run: Run, variant: Variant, example: Example, shared: int, document: SharedBeginning, reference: Row | None
 ) -> Fields:
-    """Fields of one example's row. ``shared``: see `shared_lengths`; ``reference``: the row of full attention."""
     setup = run.setup
     if variant.policy == BM25:
         budget = setup.settings_for(variant, len(example.ids)).budget
         short = replace(example, ids=array("i", bm25.shortened(setup.tokenizer, example, budget)))
         full = replace(variant, policy="full")
         alone = SharedBeginning(setup.model, lambda tokens: cache_for(setup, full, tokens), len(short.ids))
-        return measure_row(run, full, short, 0, alone, reference) | {"tokens": len(short.ids), "slots": budget}
+        return _measure(run, full, short, 0, alone, reference) | {"tokens": len(short.ids), "slots": budget}
     if is_oracle(variant.policy):
         began, shared = time.perf_counter(), 0
         oracle = KVzip(setup.settings_for(variant, len(example.ids)), ORACLES[variant.policy])

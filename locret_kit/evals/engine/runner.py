@@ -10,21 +10,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import UTC, datetime
 from itertools import groupby
 
-import torch
 from tqdm import tqdm
 
 from ...documents.document_text import hash_ids
 from ...engine import KVzip
-from ...naming import first_line
 from ...samples.haystack import TooShort
-from ...validation import build
 from ..metrics import get_metric, library
 from ..tasks.task import NEEDS_REFERENCE, Example
-from . import BM25, KEY, ORACLES, Key, Row, Run, Variant, appending, is_oracle, read_rows, reads_alone
-from .measure import Fields, NotStored, SharedBeginning, cache_for, measure_row, shared_lengths
+from . import BM25, ORACLES, Key, Row, Run, Variant, appending, is_oracle, read_rows, reads_alone
+from .measure import SharedBeginning, cache_for, error_row, measure_row, shared_lengths
 
 Rows = dict[Key, Row]
 """Rows by key."""
@@ -35,14 +31,12 @@ LONG_ENOUGH = 8192
 
 def answer(run: Run) -> int:
     """Answer this process's missing examples, one line each on stderr. Returns the number of errors. Examples that
-    failed before are repeated.
+    failed before are repeated. `check` says before whether a run can begin.
 
     Raises:
-        ValueError: before any run, a budget that a policy cannot meet or an unknown metric; or a prompt that differs
-            from the rows of an earlier run.
+        ValueError: a prompt that differs from the rows of an earlier run.
         OSError: a file cannot be written; rows written before are complete.
     """
-    check(run)
     hashes = check_prompts(run)
     errors = 0
     with appending(run.out / f"rows.{run.rank}.jsonl") as append:
@@ -53,7 +47,10 @@ def answer(run: Run) -> int:
                 append(row)
                 done[row.key] = row
                 errors += row.error is not None
-                bar.write(_line(row), sys.stderr)
+                budget = f" budget {row.budget}" if row.budget else ""
+                result = f"error: {row.error}" if row.error else f"{row.metric} {row.score:.3f}"
+                example = f"{row.task} {row.haystack} {row.length} #{row.sample} {row.label}{budget}"
+                bar.write(f"{example}: {result} ({row.prefill_s + row.decode_s:.1f} s)", sys.stderr)
                 bar.update()
     return errors
 
@@ -75,7 +72,7 @@ def rows(run: Run, done: Rows, hashes: dict[Key, str]) -> Iterator[Row]:
         mine = [example for example in sorted(every, key=sort_key)[part] if missing[example.sample]]
         for example in mine:
             if example.error is not None:
-                yield from (_failed(run, example, variant, example.error) for variant in missing[example.sample])
+                yield from (error_row(run, variant, example, example.error) for variant in missing[example.sample])
         mine = [example for example in mine if example.error is None]
         needs_full = batch[0].task.kind in NEEDS_REFERENCE
         references = {e.sample: done[FULL.key(e)] for e in mine if needs_full and FULL.key(e) in done}
@@ -85,17 +82,10 @@ def rows(run: Run, done: Rows, hashes: dict[Key, str]) -> Iterator[Row]:
                 about = list(members)
                 document, shared = _document(run, variant, about)
                 for example, tokens in zip(about, shared, strict=True):
-                    row = _answer(run, variant, example, tokens, document, references.get(example.sample))
+                    row = measure_row(run, variant, example, tokens, document, references.get(example.sample))
                     if needs_full and variant == FULL:
                         references[example.sample] = row
                     yield row
-
-
-def _line(row: Row) -> str:
-    result = f"error: {row.error}" if row.error else f"{row.metric} {row.score:.3f}"
-    budget = f" budget {row.budget}" if row.budget else ""
-    example = f"{row.task} {row.haystack} {row.length} #{row.sample} {row.label}{budget}"
-    return f"{example}: {result} ({row.prefill_s + row.decode_s:.1f} s)"
 
 
 def check(run: Run) -> None:
@@ -194,47 +184,3 @@ def _document(run: Run, variant: Variant, examples: list[Example]) -> tuple[Shar
     if len(examples) < 2 or alone or examples[0].task.kind == "nll_prefill":
         return document, [0] * len(examples)
     return document, shared_lengths([example.ids for example in examples], cache_for(setup, variant, longest))
-
-
-def _answer(
-    run: Run, variant: Variant, example: Example, shared: int, document: SharedBeginning, reference: Row | None
-) -> Row:
-    """The row of one example; an exception becomes its error. After running out of memory, a prompt is tried once more
-    without sharing."""
-    device = run.setup.model.device
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    try:
-        if reference is not None and reference.error is not None:
-            raise ValueError(f"full attention, the reference, failed: {reference.error}")
-        return _row(run, example, variant, measure_row(run, variant, example, shared, document, reference))
-    except NotStored:
-        raise
-    except Exception as error:
-        document.drop()
-        failed = _failed(run, example, variant, error)
-        no_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    if no_memory:  # out here, where the error no longer holds what the example had allocated
-        torch.cuda.empty_cache()
-        if shared:
-            return _answer(run, variant, example, 0, document, reference)
-    return failed
-
-
-def _row(run: Run, example: Example, variant: Variant, fields: Fields) -> Row:
-    setup = run.setup
-    record = Fields(zip(KEY, variant.key(example), strict=True))
-    record |= {
-        "seed": setup.seed, "model": setup.name, "adapter": setup.adapter, "rank": run.rank,
-        "heads_hash": setup.hashes.get(variant.heads, ""), "text_hash": example.task.text_hash,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }  # fmt: skip
-    if example.error is None:
-        hashed = hash_ids(example.ids)[:16]
-        record |= {"depth": example.depth, "cut": example.cut, "tokens": len(example.ids), "prompt_hash": hashed}
-        record |= {"answer": example.answer, "ending": example.extra.get("ending", "")}
-    return build(Row, record | fields).writable()
-
-
-def _failed(run: Run, example: Example, variant: Variant, error: Exception) -> Row:
-    return _row(run, example, variant, {"error": f"{type(error).__name__}: {first_line(error)}"})

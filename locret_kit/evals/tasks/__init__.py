@@ -18,8 +18,8 @@ from pathlib import Path
 from ...naming import check_name
 from ...samples.haystack import cut, load_text, starts
 from ...text.untrusted import encode
-from . import synthetic_tasks as synthetic
 from .document_tasks import BENCHMARKS, averages, document_task, entries, is_file_of_records, read_table, records_task
+from .synthetic_tasks import NIAHS, STANDALONE_TASKS, niah_task, variable_tracking_task
 from .task import Example, Task, count_ids, needle_task, questions_task, spread_depth, wrap
 
 # ---- plain text, with no labels ---------------------------------------------------------------------------------------
@@ -168,8 +168,8 @@ HAYSTACK_TASKS: dict[str, HaystackTask] = {
     "R.Number": partial(needle_task, "R.Number", "R.Number"),
     "grid": partial(needle_task, "grid", "R.PassKey"),
     "paraphrase": partial(needle_task, "paraphrase", "paraphrase"),
-    **{niah.name: partial(synthetic.niah_task, niah) for niah in synthetic.NIAHS if not niah.own_haystack},
-    "ruler.vt": synthetic.variable_tracking_task,
+    **{niah.name: partial(niah_task, niah) for niah in NIAHS if not niah.own_haystack},
+    "ruler.vt": variable_tracking_task,
     "questions": questions_task,
 }
 """Synthetic tasks over repeated sentences or real text."""
@@ -181,14 +181,6 @@ REAL_TEXT_TASKS: dict[str, Callable[[str, str], Task]] = {
 """Tasks that make no sense over repeated sentences."""
 DEFAULT_REAL_TEXT = "pydoc"
 """The text that these read where no real text is named: the one that is always there."""
-STANDALONE_TASKS: dict[str, Callable[[], Task]] = {
-    "R.KV": synthetic.kv_task,
-    "Math.Find": synthetic.math_find_task,
-    **{niah.name: partial(synthetic.niah_task, niah, "-", None) for niah in synthetic.NIAHS if niah.own_haystack},
-    "ruler.cwe": synthetic.common_words_task,
-    "ruler.fwe": synthetic.frequent_words_task,
-}
-"""Synthetic tasks that make all of their text."""
 DESCRIPTIONS: dict[str, str] = read_table("synthetic")
 """The question of each synthetic task, in a few words."""
 
@@ -274,7 +266,7 @@ def find_tasks(
 
 def _tasks_of(name: str, haystacks: Sequence[str], data: Sequence[str], samples: int, metric: str) -> list[Task]:
     if name in STANDALONE_TASKS:
-        return [STANDALONE_TASKS[name]()]
+        return [STANDALONE_TASKS[name]]
     if name in entries():
         return [document_task(name, data, samples)]
     real = [haystack for haystack in haystacks if haystack != "repeated"]

@@ -16,6 +16,7 @@ import string
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 
 from ...samples.haystack import NOISE, TooShort, next_start, ring, starts
@@ -46,6 +47,10 @@ class Draft:
     """Beginning of the answer."""
     context: str = ""
     """The part of the text that is asked about; '' where it does not say."""
+
+
+Build = Callable[[Example, random.Random, int], Draft]
+"""Makes a draft of n items for a request."""
 
 
 def fit(request: Example, chat: bool, name: str, build: Callable[[random.Random, int], Draft], least: int) -> Draft:
@@ -90,13 +95,21 @@ def fit(request: Example, chat: bool, name: str, build: Callable[[random.Random,
     raise ValueError(f"length={length} is too small to be met within 1% by this task's items")
 
 
-def synthetic(request: Example, name: str, build: Callable[[random.Random, int], Draft], *, least: int = 1) -> Example:
-    """The example whose draft ``build(rng, n)`` fits the length asked for."""
-    chat = request.wants_chat(False)
-    draft = fit(request, chat, name, build, least)
-    prompt, special = wrap(request, draft.text, draft.prefix, chat=chat)
-    text = span_of(prompt, draft.context) if draft.context else None
-    return replace(request, prompt=prompt, answer=draft.answer, special=special, depth=draft.depth, text=text)
+def synthetic_task(
+    name: str, build: Build, metric: str, max_new_tokens: int, haystack: str = "-", *, least: int = 1, **more: bool
+) -> Task:
+    """A task whose draft ``build(request, rng, n)`` is fitted to the length asked for, see `fit`."""
+
+    def make(request: Example) -> Example:
+        chat = request.wants_chat(False)
+        draft = fit(
+            request, chat, f"{name}:{haystack}" if name in OVER_HAYSTACKS else name, partial(build, request), least
+        )
+        prompt, special = wrap(request, draft.text, draft.prefix, chat=chat)
+        text = span_of(prompt, draft.context) if draft.context else None
+        return replace(request, prompt=prompt, answer=draft.answer, special=special, depth=draft.depth, text=text)
+
+    return Task(name, make, metric, max_new_tokens, haystack, **more)
 
 
 def random_uuid(rng: random.Random) -> str:
@@ -104,39 +117,21 @@ def random_uuid(rng: random.Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
-def kv_task() -> Task:
+def _key_values(request: Example, rng: random.Random, n: int) -> Draft:
     """A JSON object of random identifiers; the value of one key is asked for."""
-
-    def make(request: Example) -> Example:
-        depth = spread_depth(request.sample)
-
-        def build(rng: random.Random, n: int) -> Draft:
-            pairs = [(random_uuid(rng), random_uuid(rng)) for _ in range(n)]
-            asked = min(n - 1, int(depth * n))
-            body = ", ".join(f'"{key}": "{value}"' for key, value in pairs)
-            text = PROMPTS["kv"].format(body=body, key=pairs[asked][0])
-            return Draft(text, pairs[asked][1], round(asked / max(1, n - 1), 4))
-
-        return synthetic(request, "R.KV", build)
-
-    return Task("R.KV", make, "has_word", max_new_tokens=50)
+    pairs = [(random_uuid(rng), random_uuid(rng)) for _ in range(n)]
+    asked = min(n - 1, int(spread_depth(request.sample) * n))
+    body = ", ".join(f'"{key}": "{value}"' for key, value in pairs)
+    return Draft(PROMPTS["kv"].format(body=body, key=pairs[asked][0]), pairs[asked][1], round(asked / max(1, n - 1), 4))
 
 
-def math_find_task() -> Task:
+def _find(request: Example, rng: random.Random, n: int) -> Draft:
     """A long list of numbers; its largest, smallest or median one is asked for."""
-
-    def make(request: Example) -> Example:
-        which = FINDS[request.sample % len(FINDS)]
-
-        def build(rng: random.Random, n: int) -> Draft:
-            low = rng.randint(0, LIST_MAX // 5) if "smallest" in which or rng.random() < 0.5 else 0
-            high = rng.randint(4 * LIST_MAX // 5, LIST_MAX) if "largest" in which or low == 0 else LIST_MAX
-            numbers = [rng.randint(low, high) for _ in range(n)]
-            return Draft(PROMPTS["find"].format(which=which, numbers=numbers), find(numbers, which))
-
-        return synthetic(request, "Math.Find", build, least=8)
-
-    return Task("Math.Find", make, "equal_number", max_new_tokens=4)
+    which = FINDS[request.sample % len(FINDS)]
+    low = rng.randint(0, LIST_MAX // 5) if "smallest" in which or rng.random() < 0.5 else 0
+    high = rng.randint(4 * LIST_MAX // 5, LIST_MAX) if "largest" in which or low == 0 else LIST_MAX
+    numbers = [rng.randint(low, high) for _ in range(n)]
+    return Draft(PROMPTS["find"].format(which=which, numbers=numbers), find(numbers, which))
 
 
 def find(numbers: list[int], which: str) -> float:
@@ -222,94 +217,66 @@ def niah_task(niah: Niah, haystack: str, text: str | None) -> Task:
 
     ``text`` None is RULER's noise.
     """
+    alone = niah.n_keys * niah.n_values == 1
 
-    def make(request: Example) -> Example:
-        alone = niah.n_keys * niah.n_values == 1
-        depth = spread_depth(request.sample) if alone else None
+    def build(request: Example, rng: random.Random, n: int) -> Draft:
+        draw = _Draw(rng)
+        lines = _noise(n)
+        if niah.own_haystack:
+            lines = [_needle(niah, draw.one(niah.keys), draw.one(niah.values)) for _ in range(n)]
+        body = "\n".join(lines) if text is None or niah.own_haystack else _piece(rng, text, n)
+        draw.avoid = body
+        keys = [draw.one(niah.keys) for _ in range(niah.n_keys)]
+        values = {key: [draw.one(niah.values) for _ in range(niah.n_values)] for key in keys}
+        needles = [_needle(niah, key, value) for key in keys for value in values[key]]
+        rng.shuffle(needles)
+        places = [spread_depth(request.sample)] if alone else _places(rng, len(needles))
+        context, depths = insert(body, needles, places)
+        asked = rng.sample(keys, niah.n_queries)
+        question, prefix = _wording(niah, asked, context)
+        answer = [value for key in asked for value in values[key]]
+        return Draft(question, answer, round(depths[0], 4) if alone else None, prefix, context)
 
-        def build(rng: random.Random, n: int) -> Draft:
-            draw = _Draw(rng)
-            lines = _noise(n)
-            if niah.own_haystack:
-                lines = [_needle(niah, draw.one(niah.keys), draw.one(niah.values)) for _ in range(n)]
-            body = "\n".join(lines) if text is None or niah.own_haystack else _piece(rng, text, n)
-            draw.avoid = body
-            keys = [draw.one(niah.keys) for _ in range(niah.n_keys)]
-            values = {key: [draw.one(niah.values) for _ in range(niah.n_values)] for key in keys}
-            needles = [_needle(niah, key, value) for key in keys for value in values[key]]
-            rng.shuffle(needles)
-            places = [depth] if depth is not None else _places(rng, len(needles))
-            context, depths = insert(body, needles, places)
-            asked = rng.sample(keys, niah.n_queries)
-            question, prefix = _wording(niah, asked, context)
-            answer = [value for key in asked for value in values[key]]
-            return Draft(question, answer, round(depths[0], 4) if alone else None, prefix, context)
-
-        return synthetic(request, f"{niah.name}:{haystack}", build)
-
-    own = niah.own_haystack
-    return Task(
-        niah.name, make, "has_all", max_new_tokens=128, haystack="-" if own else haystack,
-        begins_alike=text is None and not own,
-    )  # fmt: skip
+    begins_alike = text is None and not niah.own_haystack
+    return synthetic_task(niah.name, build, "has_all", 128, haystack, begins_alike=begins_alike)
 
 
 def variable_tracking_task(haystack: str, text: str | None, hops: int = 4) -> Task:
     """A chain "VAR B = VAR A": all variables that have the first one's value are asked for."""
 
-    def make(request: Example) -> Example:
-        def build(rng: random.Random, n: int) -> Draft:
-            draw = _Draw(rng)
-            draw.used.add(SHOWN_VALUE)
-            example = _chain(draw, "\n".join(_noise(5 * len(SENTENCES))), hops, SHOWN_VALUE)
-            body = "\n".join(_noise(n)) if text is None else _piece(rng, text, n)
-            draw.avoid = body
-            task = _chain(draw, body, hops, draw.one("values"))
-            shown = f"{example.text} {example.prefix} {' '.join(example.answer)}\n\n"
-            return Draft(shown + task.text, task.answer, None, task.prefix)
+    def build(request: Example, rng: random.Random, n: int) -> Draft:
+        draw = _Draw(rng)
+        draw.used.add(SHOWN_VALUE)
+        example = _chain(draw, "\n".join(_noise(5 * len(SENTENCES))), hops, SHOWN_VALUE)
+        body = "\n".join(_noise(n)) if text is None else _piece(rng, text, n)
+        draw.avoid = body
+        task = _chain(draw, body, hops, draw.one("values"))
+        shown = f"{example.text} {example.prefix} {' '.join(example.answer)}\n\n"
+        return Draft(shown + task.text, task.answer, None, task.prefix)
 
-        return synthetic(request, f"ruler.vt:{haystack}", build)
-
-    return Task("ruler.vt", make, "has_all", max_new_tokens=30, haystack=haystack)
+    return synthetic_task("ruler.vt", build, "has_all", 30, haystack)
 
 
-def common_words_task() -> Task:
+def _common_words(request: Example, rng: random.Random, n: int) -> Draft:
     """A numbered list of words, ten of them more frequent than the others."""
-
-    def make(request: Example) -> Example:
-        few = request.length < 4096
-        shape = ((20, 3, 1), (6, 1)) if few else ((40, 10, 3), (30, 3))
-
-        def build(rng: random.Random, n: int) -> Draft:
-            (n_shown, often, seldom), frequencies = shape
-            words = distinct(rng, n_shown + COMMON + n)
-            shown = _word_list(rng, words[:n_shown], often, seldom)
-            task = _word_list(rng, words[n_shown:], *frequencies)
-            listed = " ".join(f"{i}. {word}" for i, word in enumerate(shown.answer, 1))
-            return Draft(f"{shown.text} {shown.prefix} {listed}\n{task.text}", task.answer, None, task.prefix)
-
-        return synthetic(request, "ruler.cwe", build)
-
-    return Task("ruler.cwe", make, "has_all", max_new_tokens=120)
+    (n_shown, often, seldom), frequencies = ((20, 3, 1), (6, 1)) if request.length < 4096 else ((40, 10, 3), (30, 3))
+    words = distinct(rng, n_shown + COMMON + n)
+    shown = _word_list(rng, words[:n_shown], often, seldom)
+    task = _word_list(rng, words[n_shown:], *frequencies)
+    listed = " ".join(f"{i}. {word}" for i, word in enumerate(shown.answer, 1))
+    return Draft(f"{shown.text} {shown.prefix} {listed}\n{task.text}", task.answer, None, task.prefix)
 
 
-def frequent_words_task() -> Task:
+def _frequent_words(request: Example, rng: random.Random, n: int) -> Draft:
     """Coded words whose frequency falls with the square of their rank; the first three after the dots are asked for."""
-
-    def make(request: Example) -> Example:
-        def build(rng: random.Random, n: int) -> Draft:
-            draw = _Draw(rng)
-            vocabulary = ["...", *(draw.one("codes") for _ in range(max(8, request.length // 50)))]
-            zeta = math.pi**2 / 6
-            counts = [int(n / (rank**2 * zeta)) for rank in range(1, len(vocabulary) + 1)]
-            words = [word for word, count in zip(vocabulary, counts, strict=True) for _ in range(count)]
-            rng.shuffle(words)
-            text, prefix = PROMPTS["fwe"]
-            return Draft(text.format(words=" ".join(words)), vocabulary[1:4], None, prefix)
-
-        return synthetic(request, "ruler.fwe", build, least=73)  # fewer words: the third and the fourth may be as many
-
-    return Task("ruler.fwe", make, "has_all", max_new_tokens=50)
+    draw = _Draw(rng)
+    vocabulary = ["...", *(draw.one("codes") for _ in range(max(8, request.length // 50)))]
+    zeta = math.pi**2 / 6
+    counts = [int(n / (rank**2 * zeta)) for rank in range(1, len(vocabulary) + 1)]
+    words = [word for word, count in zip(vocabulary, counts, strict=True) for _ in range(count)]
+    rng.shuffle(words)
+    text, prefix = PROMPTS["fwe"]
+    return Draft(text.format(words=" ".join(words)), vocabulary[1:4], None, prefix)
 
 
 # ---- parts ---------------------------------------------------------------------------------------------------------
@@ -394,3 +361,19 @@ def _word_list(rng: random.Random, words: Sequence[str], often: int, seldom: int
     context = " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1))
     text, prefix = PROMPTS["cwe"]
     return Draft(text.format(context=context), common, None, prefix)
+
+
+OVER_HAYSTACKS = {"ruler.vt", *(niah.name for niah in NIAHS)}
+"""Tasks whose random numbers depend on the haystack's name."""
+STANDALONE_TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        synthetic_task("R.KV", _key_values, "has_word", 50),
+        synthetic_task("Math.Find", _find, "equal_number", 4, least=8),
+        *(niah_task(niah, "-", None) for niah in NIAHS if niah.own_haystack),
+        synthetic_task("ruler.cwe", _common_words, "has_all", 120),
+        # Fewer words: the third and the fourth may be as many.
+        synthetic_task("ruler.fwe", _frequent_words, "has_all", 50, least=73),
+    )
+}
+"""Synthetic tasks that make all of their text."""
