@@ -22,9 +22,8 @@ from ..backbones.libraries import forward, unwrapped
 from ..backbones.spec import text_config
 from ..cache.bounded import BoundedCache
 from ..cache.pages import PagePool
-from .drivers import Driver, logits_after
+from .drivers import Driver, logits_after, prepare
 from .drivers.assign import Drivers
-from .drivers.cpu import cpu_driver
 from .sampling import Chooser, stop_ids
 from .sequence import PromptScheduler, Request, Sequence
 
@@ -78,7 +77,7 @@ class Engine:
         model = unwrapped(model)
         # On a CPU one compiled call makes the tokens of all texts, wherever their rows lie.
         pages = 0 if model.device.type == "cpu" else texts
-        cpu_driver(model)
+        prepare(model)
         return cls(model, stop_ids(model, tokenizer), piece=piece, chunk=chunk, pages=pages)
 
     @property

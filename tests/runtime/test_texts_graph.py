@@ -145,4 +145,4 @@ def test_a_graph_holds_no_text(taped):
     caches = answers(True, "h2o")[2]
     del caches
     gc.collect()
-    assert not len(taped[0]._followed)
+    assert not len(taped[0]._states)

@@ -175,8 +175,7 @@ def token(model, heads) -> None:
             (graph, driver), (eager, _), (dynamic, _) = (
                 run(model, policy, of, form, positions=positions) for form in ("graph", "eager", "dynamic")
             )
-            assert driver is not None and driver.reason is None and driver.cuts_captured, driver and driver.reason
-            assert any(driver.graphs) and () in driver.graphs
+            assert driver is not None and driver.reason is None and () in driver.graphs, driver and driver.reason
             torch.testing.assert_close(graph, eager, **CLOSE)
             torch.testing.assert_close(graph, dynamic, **CLOSE)
             print(f"{policy} {positions}: {len(driver.graphs)} graphs, off by {float((graph - eager).abs().max()):.1e}")

@@ -66,13 +66,9 @@ def launch(kernel, grid, *args, real=common.launch, **constants) -> None:
 
 def captured(driver: capture.StepGraphs, step) -> tuple[Tape, Tensor]:
     """A tape of a step and its logits."""
-    if isinstance(driver, GraphDriver):
-        holders = [one for rows in driver.cache.bounded for one in (rows, rows.codec)]
-        more = [driver.seen, driver.length_L]
-    else:
-        holders, more = driver.pools, []
-    state = [x for one in holders for x in vars(one).values() if isinstance(x, Tensor)] + more
-    return recorded(state, step, LaunchTape)
+    own = isinstance(driver, GraphDriver) and [one for rows in driver.cache.bounded for one in (rows, rows.codec)]
+    holders = [driver, *own] if own else driver.pools
+    return recorded([x for one in holders for x in vars(one).values() if isinstance(x, Tensor)], step, LaunchTape)
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
