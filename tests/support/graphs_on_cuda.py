@@ -9,6 +9,7 @@ A process of its own, since the tests interpret the kernels: ``python tests/supp
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 from contextlib import nullcontext
 from functools import partial
@@ -200,12 +201,14 @@ def main() -> int:
     config = HeadsConfig.for_backbone(spec_of(model.config), "tiny", 32)
     heads = RetainingHeads(config).requires_grad_(False).cuda()
     for part in (evictions, chunks, texts, token, answers, attention, products):
+        began = time.process_time()
         try:
             with attach(model) if part not in (attention, products) else nullcontext():
                 part(*(() if part in (attention, products) else (model, heads)))
         except Exception:
             traceback.print_exc()
             wrong.append(part.__name__)
+        print(f"{part.__name__}: {time.process_time() - began:.0f} s of this processor", flush=True)
     print(f"wrong: {', '.join(wrong)}" if wrong else "all are right", flush=True)
     return 1 if wrong else 0
 

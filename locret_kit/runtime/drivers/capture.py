@@ -142,7 +142,7 @@ class StepGraphs(Generic[F]):
         raise NotImplementedError
 
     def _step(self, form: F, caches: Sequence[BoundedCache]) -> Tensor:
-        """The captured step: logits ``[N, V]`` (float32). Of the host's numbers only those of the form may matter on the device."""
+        """The captured step: logits ``[N, V]`` (float32). Of the host only the form may matter."""
         raise NotImplementedError
 
     def _with_room(self, cache: BoundedCache) -> StepState:
