@@ -29,7 +29,7 @@ from ..planning.fitting_settings import budget_of_text
 from ..policies import Policy
 from ..policies.grammar import parse_policy
 from ..policies.registry import UNTRAINED, Stabilizers
-from ..runtime.session import Answer, Sampling, closed
+from ..runtime.session import Answer, Sampling, thought_notice
 from ..settings import RunSettings, read_protect, too_few
 from ..text.template import has_template, protected_spans, render_prompt
 from ..text.tokens import stream_ids
@@ -190,7 +190,7 @@ def generation_of(args: InferOptions | AskOptions | ChatOptions) -> dict[str, An
 
 def remarks(answer: Answer, args: Generation) -> Iterator[str]:
     """Lines about an answer whose thought or text was cut, once it has ended."""
-    if said := closed(answer.thought):
+    if said := thought_notice(answer.thought):
         yield said
     if answer.finish_reason == "length":
         yield f"the answer was cut after max_new_tokens={args.max_new_tokens}"

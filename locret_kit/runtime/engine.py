@@ -196,7 +196,7 @@ class Engine:
         pieces = [sequence.next_piece() for sequence in sequences if sequence.reading]
         newest = [torch.tensor(decoded, device=self.model.device)] if decoded else []
         ids_1T = torch.cat([*newest, *pieces])[None]
-        if not (first.reading and first.noted):
+        if not (first.reading and first.wants_prompt_logits):
             return logits_after(self.model, caches, ids_1T, [1] * len(decoded) + [len(piece) for piece in pieces])
         logits_TV = forward(self.model, ids_1T, caches[0])[0].float()
         first.note_prompt(logits_TV)
@@ -225,9 +225,9 @@ class Engine:
         yield from (sequence for sequence in self.running if not sequence.reading)
         reading, room = [sequence for sequence in self.running if sequence.reading], self.piece
         for sequence in reading if self._scheduler is None else self._scheduler.pick(reading):
-            if self._scheduler is None and sequence.step > room and room < self.piece:
+            if self._scheduler is None and sequence.piece_len > room and room < self.piece:
                 break
-            room -= sequence.step
+            room -= sequence.piece_len
             yield sequence
 
 

@@ -101,10 +101,10 @@ def decode(
     if max_new_tokens:
         sequence = engine.resume(Request(prompt, max_new_tokens, sampling or Sampling(), seed), cache, logits)
         with attached(engine.model):
-            yield from written(engine, sequence)
+            yield from iter_tokens(engine, sequence)
 
 
-def written(engine: Engine, sequence: Sequence) -> Iterator[int]:
+def iter_tokens(engine: Engine, sequence: Sequence) -> Iterator[int]:
     """Tokens of the one sequence of an engine, as they are chosen."""
     yield from sequence.tokens
     while engine.running:
@@ -117,7 +117,7 @@ class ThoughtPiece(str):
     """A piece of an answer's thought."""
 
 
-def closed(thought: Thought | None) -> str | None:
+def thought_notice(thought: Thought | None) -> str | None:
     """Notice of a thought that was closed at its bound, with the options that raise it."""
     if thought is None or not thought.cut:
         return None
@@ -219,12 +219,12 @@ class Answer:
             _read(engine, sequence, cache, progress)
             prefilled, kept = time.perf_counter(), cache.kept_rows
             self.first_token_s = sequence.first_token_s or 0.0
-            for token in written(engine, sequence):
+            for token in iter_tokens(engine, sequence):
                 self.tokens.append(token)
-                yield from self._said(text.add(token))
+                yield from self._split(text.add(token))
             if self.thought is not None:
                 self.thought.end()
-            last = [*self._said(text.end())]
+            last = [*self._split(text.end())]
         self.finish_reason = "stop" if sequence.finish_reason == "stop" else "length"
         self.stopped_by = sequence.stopped_by
         self._report = Report.of(
@@ -233,15 +233,15 @@ class Answer:
         )  # fmt: skip
         yield from last
 
-    def _said(self, piece: str) -> Iterator[str]:
+    def _split(self, piece: str) -> Iterator[str]:
         """The new part of the answer: a piece of its text, or of thought and text where a thought is watched."""
         events = [Event("text", piece)] if piece else []
         if self.thought is not None:
             events, self.thought.events = self.thought.events, []
-        for one in events:
-            if one.kind == "thought":
-                self.thought_text += one.text
-                yield ThoughtPiece(one.text)
+        for event in events:
+            if event.kind == "thought":
+                self.thought_text += event.text
+                yield ThoughtPiece(event.text)
             else:
-                self.text += one.text
-                yield one.text
+                self.text += event.text
+                yield event.text

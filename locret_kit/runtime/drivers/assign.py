@@ -42,9 +42,9 @@ class Drivers:
         for sequence in turns:
             assert sequence.cache is not None
             # A prompt whose logits are all wanted has a forward of its own.
-            noted = sequence if sequence.reading and sequence.noted else None
+            own = sequence if sequence.reading and sequence.wants_prompt_logits else None
             choose = self._of_chunk if sequence.reading else self._of_token
-            forwards.setdefault((choose(sequence, sequence.cache, running), noted), []).append(sequence)
+            forwards.setdefault((choose(sequence, sequence.cache, running), own), []).append(sequence)
         return [(driver, members) for (driver, _), members in forwards.items()]
 
     def keep(self, running: Iterable[Sequence]) -> None:
@@ -54,13 +54,13 @@ class Drivers:
         self._chunks = {cache: driver for cache, driver in self._chunks.items() if cache in caches}
 
     def _of_chunk(self, sequence: Sequence, cache: BoundedCache, running: Several[Sequence]) -> Driver | None:
-        if len(running) > 1 or sequence.noted:
+        if len(running) > 1 or sequence.wants_prompt_logits:
             return None
         driver = self._chunks.get(cache) or chunk_driver(self.model, cache, self.graph)
         if driver is None:
             return None
         self._chunks[cache] = driver
-        return driver if sequence.step == driver.tokens and driver.ready(cache) else None
+        return driver if sequence.piece_len == driver.tokens and driver.ready(cache) else None
 
     def _of_token(self, sequence: Sequence, cache: BoundedCache, running: Several[Sequence]) -> Driver | None:
         self._chunks.pop(cache, None)  # and with it a chunk's memory
