@@ -193,18 +193,25 @@ def answers(model, heads) -> None:
     assert tokens[0] == tokens[1]
 
 
+WITHOUT_HEADS = attention, products
+"""Parts that make models of their own."""
+PARTS = evictions, chunks, texts, token, answers, *WITHOUT_HEADS
+"""Exact parts first, and last those in shares of the root mean square, where bfloat16 may be unlike its definition."""
+
+
 @torch.inference_mode()
-def main() -> int:
-    """Exact parts first, and last those in shares of the root mean square, where bfloat16 may be unlike its definition. One that
-    is wrong ends no other."""
+def main(*names: str) -> int:
+    """Run some parts, or all of them. One that is wrong ends no other."""
     model, wrong = tiny_model("llama"), []
     config = HeadsConfig.for_backbone(spec_of(model.config), "tiny", 32)
     heads = RetainingHeads(config).requires_grad_(False).cuda()
-    for part in (evictions, chunks, texts, token, answers, attention, products):
+    for part in PARTS:
+        if names and part.__name__ not in names:
+            continue
         began = time.process_time()
         try:
-            with attach(model) if part not in (attention, products) else nullcontext():
-                part(*(() if part in (attention, products) else (model, heads)))
+            with attach(model) if part not in WITHOUT_HEADS else nullcontext():
+                part(*(() if part in WITHOUT_HEADS else (model, heads)))
         except Exception:
             traceback.print_exc()
             wrong.append(part.__name__)
@@ -214,4 +221,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

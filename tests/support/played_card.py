@@ -38,7 +38,8 @@ SHORTER = {
     "BoundedCache(64, policy": "BoundedCache(32, policy", "BoundedCache, 64, policy": "BoundedCache, 32, policy",
     "stabilizers=8, local_len=16": "stabilizers=4, local_len=6", "len(replayed) >= 15": "len(replayed) >= 5",
     'POLICIES = ("locret", "h2o", "roco")': 'POLICIES = ("locret", "roco")', '"h2o", "snapkv(6,3)"': '"snapkv(6,3)"',
-    "Request(ids, 60)": "Request(ids, 16)", "range(40 * (n == 1))": "range(8 * (n == 1))", "max_new_tokens=40": "max_new_tokens=14",
+    "Request(ids, 60)": "Request(ids, 16)", "range(40 * (n == 1))": "range(8 * (n == 1))",
+    "max_new_tokens=40": "max_new_tokens=9", "range(2, 90)": "range(2, 46)",
 }  # fmt: skip
 """Text of ``graphs_on_cuda.py`` -> what stands in its place."""
 
@@ -128,7 +129,7 @@ def graphs(args: list[str]) -> int:
         text = text.replace(old, new)
     module = ModuleType("graphs_on_cuda")
     exec(compile(text, "graphs_on_cuda.py", "exec"), vars(module))
-    return module.main()
+    return module.main(*args)
 
 
 def figures(args: list[str]) -> int:
