@@ -168,41 +168,45 @@ def test_another_text_in_a_cache_that_was_reset(policy, known):
     alike(used, fresh, 0)
 
 
-def test_what_it_does_not_take():
+@pytest.mark.parametrize(
+    ("policy", "rest", "why"),
+    [
+        ("sirllm", {}, "logits"), ("merge-locret", {}, "merges"), ("locret recall=blocks(size=4,take=2)", {}, "back"),
+        ("locret", dict(backend="reference"), "backend='reference'"), ("locret", {}, None),
+    ],
+)  # fmt: skip
+def test_caches_that_it_does_not_take(policy, rest, why):
     """Each says why, and is decoded by the plain forward; ``backend`` asks for that by name."""
-    for policy, why in (
-        ("sirllm", "logits"),
-        ("merge-locret", "merges"),
-        ("locret recall=blocks(size=4,take=2)", "back"),
-        ("locret", None),
-    ):
-        cache = make(policy)
-        cache.bind(backbone())
-        reason = CpuDriver(backbone()).refusal(cache)
-        assert (reason is None) if why is None else why in reason
-    asked = make("locret", backend="reference")
-    asked.bind(backbone())
-    assert "backend='reference'" in CpuDriver(backbone()).refusal(asked)
-    for change, why in (
-        (lambda m: m.model.layers[1].mlp.register_forward_hook(lambda *_: None), "hooks"),
-        (lambda m: m.train(), "training"),
-        (lambda m: setattr(m.model.layers[1], "mlp", Other()), "Other stands in"),
-        (lambda m: m.half(), "float16"),
-        (
-            lambda m: setattr(m.model.layers[0].mlp, "down_proj", torch.nn.Sequential(m.model.layers[0].mlp.down_proj)),
-            "Sequential",
-        ),
-    ):
-        model = tiny_model("llama")
-        change(model)
-        with pytest.raises(NoDriver, match=why):
-            cpu_driver(model)
-    with pytest.raises(NoDriver, match="its words are a"):
-        cpu_driver(tiny_model("gemma3"))
+    cache = make(policy, **rest)
+    cache.bind(backbone())
+    reason = CpuDriver(backbone()).refusal(cache)
+    assert (reason is None) if why is None else why in reason
+
+
+def in_a_sequence(model):
+    model.model.layers[0].mlp.down_proj = torch.nn.Sequential(model.model.layers[0].mlp.down_proj)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "why"),
+    [
+        ("llama", lambda model: model.model.layers[1].mlp.register_forward_hook(lambda *_: None), "hooks"),
+        ("llama", lambda model: model.train(), "training"), ("llama", lambda model: model.half(), "float16"),
+        ("llama", lambda model: setattr(model.model.layers[1], "mlp", Other()), "Other stands in"),
+        ("llama", in_a_sequence, "Sequential"), ("gemma3", lambda model: None, "its words are a"),
+        ("ministral3", lambda model: None, "queries are scaled by their positions"),
+    ],
+)  # fmt: skip
+def test_models_that_it_does_not_take(family, change, why):
+    model = tiny_model("mistral", model_type=family) if family == "ministral3" else tiny_model(family)
+    change(model)
+    with pytest.raises(NoDriver, match=why):
+        cpu_driver(model)
+
+
+def test_a_token_that_there_is_not():
     with pytest.raises(IndexError, match=r"tokens=\[97\] must be below 97"):
         CpuDriver(backbone())([], [97])
-    with pytest.raises(NoDriver, match="queries are scaled by their positions"):
-        cpu_driver(tiny_model("mistral", model_type="ministral3"))
 
 
 def test_without_a_compiler_tokens_are_decoded_all_the_same(monkeypatch, caplog):

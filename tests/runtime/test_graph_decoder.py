@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from decoder_runs import STEPS, decoded, same
-from policy_runs import LENGTH, backbone, heads_of, make, tokens
+from policy_runs import backbone, make, tokens
 from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)
 
 from locret_kit import BoundedCache, attach
@@ -98,9 +98,8 @@ def token_that_is_taken_back(model, cache, n):
     ],
 )  # fmt: skip
 def test_a_graph_goes_on_after_tokens_that_came_in_another_way(policy, positions, between):
-    mine, theirs = (
-        gone_on(form, policy, positions, between) for form in (TapedDecoder, lambda model, _: PlainDriver(model))
-    )
+    forms = TapedDecoder, lambda model, _: PlainDriver(model)
+    mine, theirs = (gone_on(form, policy, positions, between) for form in forms)
     torch.testing.assert_close(mine, theirs, rtol=0, atol=3e-6)
 
 
@@ -117,10 +116,7 @@ def test_texts_without_pages_share_a_forward_and_one_alone_has_a_graph(monkeypat
 
     def answers(*counts: int) -> list[list[int]]:
         engine = Engine(backbone(), frozenset())
-        asked = [
-            engine.add(Request(tokens(seed=n), count), lambda: make("h2o", chunk=5))
-            for n, count in enumerate(counts[:1])
-        ]
+        asked = [engine.add(Request(tokens(), counts[0]), lambda: make("h2o", chunk=5))]
         while engine.running:
             if len(counts) > len(asked) and len(asked[0].tokens) == 9:
                 asked.append(engine.add(Request(tokens(seed=1), counts[1]), lambda: make("h2o", chunk=5)))
@@ -153,29 +149,26 @@ def test_evictions_that_are_due_after_a_token(every):
     assert same(backbone(), pair("h2o", decode_every=every), tokens(), TapedDecoder).replays > 30
 
 
-def test_what_is_not_captured_says_why():
-    model = backbone()
-    heads = heads_of()
-    for settings, why in (
-        (dict(policy="ada-locret", heads=heads), "policy='ada-locret' has heads of different lengths"),
-        (dict(policy="full"), "policy='full' has buffers that grow"),
-        (dict(policy="sirllm"), "policy='sirllm' has scores from the backbone's logits"),
-        (dict(policy="merge"), "policy='merge' has merging"),
-        (dict(policy="h2o", kv_bits=4), "kv_bits=4: rows are quantised when the host says"),
-        (dict(policy="expected-attention"), "keeps tensors of its own between tokens"),
-    ):
-        cache = BoundedCache(40, chunk=20, prompt_length=LENGTH, **settings)
-        with attach(model), torch.inference_mode():
-            prefill(model, tokens(), cache)
-        assert why in (GraphDriver(model, cache).refusal(cache) or "")
-    cache = make("h2o")
+@pytest.mark.parametrize(
+    ("policy", "rest", "why"),
+    [
+        ("ada-locret", {}, "policy='ada-locret' has heads of different lengths"), ("merge", {}, "policy='merge' has merging"),
+        ("full", {}, "policy='full' has buffers that grow"), ("sirllm", {}, "has scores from the backbone's logits"),
+        ("h2o", dict(kv_bits=4), "kv_bits=4: rows are quantised when the host says"), ("h2o", {}, None),
+        ("expected-attention", {}, "keeps tensors of its own between tokens"),
+    ],
+)  # fmt: skip
+def test_what_is_not_captured_says_why(policy, rest, why):
+    """Asked before the prompt, and after it."""
+    model, cache = backbone(), make(policy, 40, chunk=20, **rest)
     with attach(model), torch.inference_mode():
         cache.bind(model)
-        assert GraphDriver(model, cache).refusal(cache) is None  # before the prompt, when an answer asks
+        assert why is not None or GraphDriver(model, cache).refusal(cache) is None
         prefill(model, tokens(), cache)
-    assert GraphDriver(model, cache).refusal(cache) is None
-    cache._context = replace(cache.context, description=replace(cache.context.description, rotations="other turns"))
-    assert "other turns" in (GraphDriver(model, cache).refusal(cache) or "")
+        reason = GraphDriver(model, cache).refusal(cache)
+        assert reason is None if why is None else why in (reason or "")
+        cache._context = replace(cache.context, description=replace(cache.context.description, rotations="other turns"))
+        assert "other turns" in (GraphDriver(model, cache).refusal(cache) or "")
 
 
 @pytest.mark.parametrize("with_modules", [True, False])
@@ -254,10 +247,8 @@ def test_a_capture_that_fails_loses_no_token(monkeypatch, caplog):
     assert step.dense is None and "a token runs through the decoder's modules: its capture failed" in caplog.text
     same(backbone(), pair("h2o"), tokens(), TapedDecoder, steps=5)
     assert caplog.text.count("steps run without CUDA graphs: its capture failed") == 1
-    with attach(backbone()), torch.inference_mode():
-        assert (
-            decoded(backbone(), make("h2o"), tokens(), TapedDecoder, 3)[1].reason is None
-        )  # a short answer pays nothing
+    with attach(backbone()), torch.inference_mode():  # a short answer pays nothing
+        assert decoded(backbone(), make("h2o"), tokens(), TapedDecoder, 3)[1].reason is None
 
 
 def test_a_capture_that_fails_gives_the_stream_back(monkeypatch):

@@ -34,12 +34,13 @@ from locret_kit.runtime.drivers.graph import CHUNKS, GraphDriver  # noqa: E402
 from locret_kit.runtime.drivers.texts import TextsDriver  # noqa: E402
 
 SHORTER = {
-    'device="cuda"': 'device="cpu"', ".cuda()": "", "LENGTH, STEPS = 300, 60": "LENGTH, STEPS = 130, 14",
+    'device="cuda"': 'device="cpu"', ".cuda()": "", "LENGTH, STEPS = 300, 60": "LENGTH, STEPS = 110, 9",
     "BoundedCache(64, policy": "BoundedCache(32, policy", "BoundedCache, 64, policy": "BoundedCache, 32, policy",
-    "stabilizers=8, local_len=16": "stabilizers=4, local_len=6", "len(replayed) >= 15": "len(replayed) >= 5",
+    "stabilizers=8, local_len=16": "stabilizers=4, local_len=6", "len(replayed) >= 15": "len(replayed) >= 4",
     'POLICIES = ("locret", "h2o", "roco")': 'POLICIES = ("locret", "roco")', '"h2o", "snapkv(6,3)"': '"snapkv(6,3)"',
     "Request(ids, 60)": "Request(ids, 16)", "range(40 * (n == 1))": "range(8 * (n == 1))",
     "max_new_tokens=40": "max_new_tokens=9", "range(2, 90)": "range(2, 46)",
+    'for positions in ("compact", "original"):': 'for positions in ["original" if policy == "roco" else "compact"]:',
 }  # fmt: skip
 """Text of ``graphs_on_cuda.py`` -> what stands in its place."""
 
