@@ -222,8 +222,8 @@ def generation_of(args: InferOptions | AskOptions | ChatOptions) -> dict[str, An
 
 def remarks(answer: Answer, args: Generation) -> Iterator[str]:
     """Lines about an answer whose thought or text was cut, once it has ended."""
-    if notice := thought_notice(answer.thought):
-        yield notice
+    if said := thought_notice(answer.thought):
+        yield said
     if answer.finish_reason == "length":
         yield f"the answer was cut after max_new_tokens={args.max_new_tokens}"
 

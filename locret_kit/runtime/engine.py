@@ -23,9 +23,8 @@ from ..backbones.spec import text_config
 from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
 from ..cache.pages import PagePool
-from .drivers import Driver, logits_after
+from .drivers import Driver, logits_after, prepare
 from .drivers.assign import Drivers
-from .drivers.cpu import cpu_driver
 from .sampling import Chooser, stop_ids
 from .sequence import PromptScheduler, Request, Sequence
 
@@ -79,7 +78,7 @@ class Engine:
         model = unwrapped(model)
         # On a CPU one compiled call makes the tokens of all texts, wherever their rows lie.
         pages = 0 if model.device.type == "cpu" else texts
-        cpu_driver(model)
+        prepare(model)
         return cls(model, stop_ids(model, tokenizer), piece=piece, chunk=chunk, pages=pages)
 
     @property
@@ -198,7 +197,7 @@ class Engine:
         pieces = [sequence.next_piece() for sequence in sequences if sequence.reading]
         newest = [torch.tensor(decoded, device=self.model.device)] if decoded else []
         ids_1T = torch.cat([*newest, *pieces])[None]
-        if not (first.reading and first.noted):
+        if not (first.reading and first.wants_prompt_logits):
             return logits_after(self.model, caches, ids_1T, [1] * len(decoded) + [len(piece) for piece in pieces])
         logits_TV = forward(self.model, ids_1T, caches[0])[0].float()
         first.note_prompt(logits_TV)
@@ -227,9 +226,9 @@ class Engine:
         yield from (sequence for sequence in self.running if not sequence.reading)
         reading, room = [sequence for sequence in self.running if sequence.reading], self.piece
         for sequence in reading if self._scheduler is None else self._scheduler.pick(reading):
-            if self._scheduler is None and sequence.step > room and room < self.piece:
+            if self._scheduler is None and sequence.piece_len > room and room < self.piece:
                 break
-            room -= sequence.step
+            room -= sequence.piece_len
             yield sequence
 
 

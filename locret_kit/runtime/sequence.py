@@ -93,26 +93,26 @@ class Sequence:
         return not self.written
 
     @property
-    def noted(self) -> bool:
+    def wants_prompt_logits(self) -> bool:
         """Whether the logits of all tokens of the prompt are wanted."""
         return self.request.prompt_logprobs or self.request.on_prompt is not None
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Tokens of the prompt to read."""
         seen = self.cache.get_seq_length() if self.cache is not None else 0
         return 0 if self.finish_reason is not None else max(0, len(self.request.ids) - seen)
 
     @property
-    def step(self) -> int:
+    def piece_len(self) -> int:
         """Tokens of the next piece of the prompt."""
         cache = self.cache
         assert cache is not None
         if not cache.context.description.in_pieces:
-            return self.left
+            return self.remaining
         done, cut = cache.get_seq_length(), cache.handler.in_blocks and not self.alone
-        step = min(cache.schedule.until_boundary(done) if cut else cache.schedule.piece(done), self.left)
-        return min(step, BLOCK) if self.noted else step
+        step = min(cache.schedule.until_boundary(done) if cut else cache.schedule.piece(done), self.remaining)
+        return min(step, BLOCK) if self.wants_prompt_logits else step
 
     def start(self, cache: BoundedCache, device: torch.device) -> None:
         """Give it its cache: an empty one, or one that has read the prompt's beginning.
@@ -131,7 +131,7 @@ class Sequence:
         """Tokens ``[T]`` of the prompt's next piece."""
         assert self.cache is not None and self.text is not None
         done = self.cache.get_seq_length()
-        at = self.cache.state.prompt_positions(done, done + self.step)
+        at = self.cache.prompt_positions(done, done + self.piece_len)
         return self.text[at.start : at.stop] if isinstance(at, range) else self.text[torch.tensor(at, device="cpu")]
 
     def advance(self, logits_V: Tensor, stop: frozenset[int]) -> bool:
@@ -142,8 +142,8 @@ class Sequence:
         """
         if self.reading:
             assert self.cache is not None
-            self.cache.state.start_reread()
-            if self.left:
+            self.cache.start_reread()
+            if self.remaining:
                 return False
             logits_V = self.logits_V = logits_V.float()
             if not self.request.max_new_tokens:
@@ -264,13 +264,13 @@ class PromptScheduler:
             self._order.insert(place, QueueEntry(prompt, background))
 
     def pick(self, reading: abc.Sequence[Sequence]) -> list[Sequence]:
-        """The prompts of the next forward, each with one piece (``step`` tokens). ``reading``: those not at their end yet."""
+        """The prompts of the next forward, a piece of each. ``reading``: those not at their end yet."""
         present = {id(prompt) for prompt in reading}
         self._order = [entry for entry in self._order if id(entry.prompt) in present]
         self._books = [entry for entry in self._books if id(entry.prompt) in present]
         for book in list(self._books):
-            if not book.background and book.prompt.left <= self.long:
-                place = self._place(book.prompt.left, promoted=book)
+            if not book.background and book.prompt.remaining <= self.long:
+                place = self._place(book.prompt.remaining, promoted=book)
                 if place is not None:
                     self._books.remove(book)
                     self._order.insert(place, book)
@@ -279,10 +279,10 @@ class PromptScheduler:
         chosen: list[QueueEntry] = []
         room = self.piece
         for entry in [*self._order, *self._books]:
-            if chosen and (entry.prompt.step > room or not self._affords(entry)):
+            if chosen and (entry.prompt.piece_len > room or not self._affords(entry)):
                 break
             chosen.append(entry)
-            room -= entry.prompt.step
+            room -= entry.prompt.piece_len
             self._count(entry)
         for entry in chosen:
             entry.taken = 0
@@ -293,29 +293,29 @@ class PromptScheduler:
         before = 0
         for entry in self._order:
             yield entry, entry.passed + before
-            before += entry.prompt.left - entry.taken
+            before += entry.prompt.remaining - entry.taken
 
     def _place(self, left: int, promoted: QueueEntry | None = None) -> int | None:
         """Place in the order for a prompt, or a book that is ``promoted``; None where someone would wait too long."""
-        if any(book.passed >= self.patience and book.prompt.left for book in self._books if book is not promoted):
+        if any(book.passed >= self.patience and book.prompt.remaining for book in self._books if book is not promoted):
             return None
         place = len(self._order)
         for entry, ahead in reversed(list(self._ahead())):
-            if entry.prompt.left <= left or ahead + left > self.patience:
+            if entry.prompt.remaining <= left or ahead + left > self.patience:
                 break
             place -= 1
         # A forward's room is left, so that it may be shared with those behind.
-        before = sum(entry.prompt.left for entry in self._order[:place])
+        before = sum(entry.prompt.remaining for entry in self._order[:place])
         return place if before <= self.patience - self.piece else None
 
     def _affords(self, chosen: QueueEntry) -> bool:
         """Whether those before a prompt can let its next piece pass."""
         before = takewhile(lambda one: one[0] is not chosen, self._ahead())
-        return all(ahead + chosen.prompt.step <= self.patience for _, ahead in before)
+        return all(ahead + chosen.prompt.piece_len <= self.patience for _, ahead in before)
 
     def _count(self, chosen: QueueEntry) -> None:
         """A piece of one prompt passes all others."""
-        chosen.taken = chosen.prompt.step
+        chosen.taken = chosen.prompt.piece_len
         for entry in (*self._order, *self._books):
             entry.passed += chosen.taken if entry is not chosen else 0
         if chosen in self._books:

@@ -253,10 +253,10 @@ class Answer:
         events = [Event("text", piece)] if piece else []
         if self.thought is not None:
             events, self.thought.events = self.thought.events, []
-        for one in events:
-            if one.kind == "thought":
-                self.thought_text += one.text
-                yield ThoughtPiece(one.text)
+        for event in events:
+            if event.kind == "thought":
+                self.thought_text += event.text
+                yield ThoughtPiece(event.text)
             else:
-                self.text += one.text
-                yield one.text
+                self.text += event.text
+                yield event.text

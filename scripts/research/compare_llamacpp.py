@@ -33,6 +33,7 @@ import torch
 
 from locret_kit import BoundedCache, RetainingHeads, attach
 from locret_kit.backbones.load import load_backbone, load_tokenizer, resolve_model
+from locret_kit.runtime.drivers.capture import NoDriver
 from locret_kit.runtime.drivers.cpu import cpu_driver
 from locret_kit.runtime.report import versions
 from locret_kit.runtime.session import Sampling, decode, prefill
@@ -86,10 +87,10 @@ class Ours:
             began = time.perf_counter()
             said = sum(1 for _ in tokens)
             wrote = time.perf_counter() - began
-        decoder = cpu_driver(self.model)
-        weights = (
-            bytes_of(self.model, self.heads) if isinstance(decoder, str) else decoder.weight_bytes(cache.context.heads)
-        )
+        try:
+            weights = cpu_driver(self.model).weight_bytes(cache.context.heads)
+        except NoDriver:
+            weights = bytes_of(self.model, self.heads)
         self.read = weights + rows_of(cache)
         return len(self.ids) / read, said / wrote
 

@@ -264,7 +264,7 @@ def test_fixed_shapes(policy):
                 logits.append(step([cache], [token])[0] if step else dynamic().float())
         assert all(pinned(cache.pins, 10**6) <= set(head) for heads in held(cache) for head in heads)
         if step is not None:
-            assert step.reason is None and step.cuts_captured and step.evictions_replayed >= 5
+            assert step.reason is None and step.replays > 40 and cache.counters.evictions >= 10
             kept = held(cache)
     assert kept == held(cache)
     torch.testing.assert_close(torch.stack(logits[:60]), torch.stack(logits[60:]), rtol=0, atol=2e-6)

@@ -262,7 +262,7 @@ def test_out_of_memory_in_the_model_frees_everything_before_the_prompt_is_read_a
             raise torch.OutOfMemoryError("no room")
         return forward(model, input_ids=input_ids, **rest)
 
-    monkeypatch.setattr(drivers, "cpu_driver", lambda *given: "the model decodes")
+    monkeypatch.setattr(drivers, "cpu_driver", lambda *given: None)
     monkeypatch.setattr(LlamaForCausalLM, "forward", no_room)
     monkeypatch.setattr(measure.BoundedCache, "fork", forks_are_known)
     monkeypatch.setattr(measure.BoundedCache, "__init__", made_anew)

@@ -45,6 +45,20 @@ def test_a_played_run_goes_through_every_program():
     assert done.returncode == 0 and done.stdout.count("tests/support/played_card.py") == 3
 
 
+def test_short_parts_of_the_played_run(capfd):
+    """Kernels interpreted and graphs as tapes, in a process of their own; the script itself runs all of them, in minutes."""
+    path = os.pathsep.join(str(ROOT / folder) for folder in ("", "kernels"))
+    program = ROOT / "tests" / "support" / "played_card.py"
+    command = [sys.executable, str(program), "tests/support/graphs_on_cuda.py", "answers", "attention"]
+    assert subprocess.run(command, env={**os.environ, "PYTHONPATH": path}).returncode == 0
+    said = capfd.readouterr().out
+    assert (
+        "graph" in said.splitlines()
+        and "attention by played, heads of 128" in said
+        and said.endswith("all are right\n")
+    )
+
+
 def test_an_argument_in_the_place_of_the_model():
     done = planned("--part", "prefill")
     assert done.returncode == 2 and "MODEL=--part must be one of: phi3-mini, llama3.1-8b" in done.stderr

@@ -13,11 +13,11 @@ from tiny_models import tiny_model
 
 from locret_kernels import cpp
 from locret_kernels.cases import packed_matrix
-from locret_kernels.decoder_step import Halves
+from locret_kernels.decoder_step import Bf16Copies
 from locret_kernels.product import FORMATS
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.gguf.gguf_model import PackedEmbedding, PackedLinear
-from locret_kit.runtime.drivers.capture import warn
+from locret_kit.runtime.drivers.capture import NoDriver, warn
 from locret_kit.runtime.drivers.cpu import CpuDriver, cpu_driver
 from locret_kit.runtime.engine import Engine, Request
 from locret_kit.runtime.session import Sampling, decode, prefill
@@ -74,8 +74,7 @@ def test_packed_matrices(dtype):
     model.set_submodule("model.embed_tokens", PackedEmbedding(matrix, "Q6_K", dtype))
     caches = [make("streaming") for _ in range(2)]
     with attach(model), torch.inference_mode():
-        decoder = cpu_driver(model)
-        assert isinstance(decoder, CpuDriver) and decoder.weights.is_packed
+        assert cpu_driver(model).weights.is_packed
         mine, _ = decoded(model, caches[0], tokens(), compiled, 12)
         theirs, _ = decoded(model, caches[1], tokens(), steps=12)
     assert held(caches[0]) == held(caches[1])
@@ -104,7 +103,7 @@ def test_weights_that_bfloat16_holds_are_halved_and_no_bit_changes(monkeypatch):
         for halved in (True, False):
             with monkeypatch.context() as patch:
                 if not halved:
-                    patch.setattr(Halves, "_holds", lambda *_: False)
+                    patch.setattr(Bf16Copies, "_holds", lambda *_: False)
                 decoder = CpuDriver(model)
             assert decoder._own[0][0][3] == decoder._head[3] == halved
             numbers = sum(x.weight.numel() for x in model.modules() if isinstance(x, torch.nn.Linear))
@@ -173,38 +172,45 @@ def test_another_text_in_a_cache_that_was_reset(policy, known):
     alike(used, fresh, 0)
 
 
-def test_what_it_does_not_take():
+@pytest.mark.parametrize(
+    ("policy", "rest", "why"),
+    [
+        ("sirllm", {}, "logits"), ("merge-locret", {}, "merges"), ("locret recall=blocks(size=4,take=2)", {}, "back"),
+        ("locret", dict(backend="reference"), "backend='reference'"), ("locret", {}, None),
+    ],
+)  # fmt: skip
+def test_caches_that_it_does_not_take(policy, rest, why):
     """Each says why, and is decoded by the plain forward; ``backend`` asks for that by name."""
-    for policy, why in (
-        ("sirllm", "logits"),
-        ("merge-locret", "merges"),
-        ("locret recall=blocks(size=4,take=2)", "back"),
-        ("locret", None),
-    ):
-        cache = make(policy)
-        cache.bind(backbone())
-        reason = CpuDriver(backbone()).refusal(cache)
-        assert (reason is None) if why is None else why in reason
-    asked = make("locret", backend="reference")
-    asked.bind(backbone())
-    assert "backend='reference'" in CpuDriver(backbone()).refusal(asked)
-    for change, why in (
-        (lambda m: m.model.layers[1].mlp.register_forward_hook(lambda *_: None), "hooks"),
-        (lambda m: m.train(), "training"),
-        (lambda m: setattr(m.model.layers[1], "mlp", Other()), "Other stands in"),
-        (lambda m: m.half(), "float16"),
-        (
-            lambda m: setattr(m.model.layers[0].mlp, "down_proj", torch.nn.Sequential(m.model.layers[0].mlp.down_proj)),
-            "Sequential",
-        ),
-    ):
-        model = tiny_model("llama")
-        change(model)
-        assert why in cpu_driver(model)
-    assert "its words are a" in cpu_driver(tiny_model("gemma3"))
+    cache = make(policy, **rest)
+    cache.bind(backbone())
+    reason = CpuDriver(backbone()).refusal(cache)
+    assert (reason is None) if why is None else why in reason
+
+
+def in_a_sequence(model):
+    model.model.layers[0].mlp.down_proj = torch.nn.Sequential(model.model.layers[0].mlp.down_proj)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "why"),
+    [
+        ("llama", lambda model: model.model.layers[1].mlp.register_forward_hook(lambda *_: None), "hooks"),
+        ("llama", lambda model: model.train(), "training"), ("llama", lambda model: model.half(), "float16"),
+        ("llama", lambda model: setattr(model.model.layers[1], "mlp", Other()), "Other stands in"),
+        ("llama", in_a_sequence, "Sequential"), ("gemma3", lambda model: None, "its words are a"),
+        ("ministral3", lambda model: None, "queries are scaled by their positions"),
+    ],
+)  # fmt: skip
+def test_models_that_it_does_not_take(family, change, why):
+    model = tiny_model("mistral", model_type=family) if family == "ministral3" else tiny_model(family)
+    change(model)
+    with pytest.raises(NoDriver, match=why):
+        cpu_driver(model)
+
+
+def test_a_token_that_there_is_not():
     with pytest.raises(IndexError, match=r"tokens=\[97\] must be below 97"):
         CpuDriver(backbone())([], [97])
-    assert "queries are scaled by their positions" in cpu_driver(tiny_model("mistral", model_type="ministral3"))
 
 
 def test_without_a_compiler_tokens_are_decoded_all_the_same(monkeypatch, caplog):

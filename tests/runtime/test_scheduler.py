@@ -26,12 +26,12 @@ class Prompt:
         return self.background or self.tokens > LONG * self.chunk
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         return self.tokens - self.read
 
     @property
-    def step(self) -> int:
-        return min(self.chunk, self.left)
+    def piece_len(self) -> int:
+        return min(self.chunk, self.remaining)
 
 
 def simulate(scheduler: PromptScheduler, arrivals: list[tuple[int, Prompt]]) -> tuple[list[Prompt], list[int]]:
@@ -42,13 +42,13 @@ def simulate(scheduler: PromptScheduler, arrivals: list[tuple[int, Prompt]]) -> 
         while arrivals and arrivals[0][0] <= now:
             queue.append(arrivals.pop(0)[1])
         for prompt in list(queue):
-            if scheduler.takes(prompt.left, background=prompt.background):
-                scheduler.enter(prompt, prompt.left, background=prompt.background)
+            if scheduler.takes(prompt.remaining, background=prompt.background):
+                scheduler.enter(prompt, prompt.remaining, background=prompt.background)
                 queue.remove(prompt)
                 inside.append(prompt)
         chosen = scheduler.pick(inside)
         assert chosen or not inside
-        work = {id(prompt): prompt.step for prompt in chosen}
+        work = {id(prompt): prompt.piece_len for prompt in chosen}
         forwards.append(sum(work.values()))
         for prompt in inside:
             prompt.others += forwards[-1] - work.get(id(prompt), 0)
@@ -57,8 +57,8 @@ def simulate(scheduler: PromptScheduler, arrivals: list[tuple[int, Prompt]]) -> 
             prompt.read += work[id(prompt)]
             if prompt.book:
                 prompt.others = 0
-        done += [prompt for prompt in inside if not prompt.left]
-        inside = [prompt for prompt in inside if prompt.left]
+        done += [prompt for prompt in inside if not prompt.remaining]
+        inside = [prompt for prompt in inside if prompt.remaining]
         if not (inside or queue or arrivals):
             return done, forwards
     raise AssertionError("somebody waits forever")

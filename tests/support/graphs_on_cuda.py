@@ -9,6 +9,7 @@ A process of its own, since the tests interpret the kernels: ``python tests/supp
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 from contextlib import nullcontext
 from functools import partial
@@ -175,8 +176,7 @@ def token(model, heads) -> None:
             (graph, driver), (eager, _), (dynamic, _) = (
                 run(model, policy, of, form, positions=positions) for form in ("graph", "eager", "dynamic")
             )
-            assert driver is not None and driver.reason is None and driver.cuts_captured, driver and driver.reason
-            assert any(driver.graphs) and () in driver.graphs
+            assert driver is not None and driver.reason is None and () in driver.graphs, driver and driver.reason
             torch.testing.assert_close(graph, eager, **CLOSE)
             torch.testing.assert_close(graph, dynamic, **CLOSE)
             print(f"{policy} {positions}: {len(driver.graphs)} graphs, off by {float((graph - eager).abs().max()):.1e}")
@@ -193,23 +193,32 @@ def answers(model, heads) -> None:
     assert tokens[0] == tokens[1]
 
 
+WITHOUT_HEADS = attention, products
+"""Parts that make models of their own."""
+PARTS = evictions, chunks, texts, token, answers, *WITHOUT_HEADS
+"""Exact parts first, and last those in shares of the root mean square, where bfloat16 may be unlike its definition."""
+
+
 @torch.inference_mode()
-def main() -> int:
-    """Exact parts first, and last those in shares of the root mean square, where bfloat16 may be unlike its definition. One that
-    is wrong ends no other."""
+def main(*names: str) -> int:
+    """Run some parts, or all of them. One that is wrong ends no other."""
     model, wrong = tiny_model("llama"), []
     config = HeadsConfig.for_backbone(spec_of(model.config), "tiny", 32)
     heads = RetainingHeads(config).requires_grad_(False).cuda()
-    for part in (evictions, chunks, texts, token, answers, attention, products):
+    for part in PARTS:
+        if names and part.__name__ not in names:
+            continue
+        began = time.process_time()
         try:
-            with attach(model) if part not in (attention, products) else nullcontext():
-                part(*(() if part in (attention, products) else (model, heads)))
+            with attach(model) if part not in WITHOUT_HEADS else nullcontext():
+                part(*(() if part in WITHOUT_HEADS else (model, heads)))
         except Exception:
             traceback.print_exc()
             wrong.append(part.__name__)
+        print(f"{part.__name__}: {time.process_time() - began:.0f} s of this processor", flush=True)
     print(f"wrong: {', '.join(wrong)}" if wrong else "all are right", flush=True)
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -34,9 +34,13 @@ from locret_kit.runtime.drivers.graph import CHUNKS, GraphDriver  # noqa: E402
 from locret_kit.runtime.drivers.texts import TextsDriver  # noqa: E402
 
 SHORTER = {
-    'device="cuda"': 'device="cpu"', ".cuda()": "", "LENGTH, STEPS = 300, 60": "LENGTH, STEPS = 130, 24",
+    'device="cuda"': 'device="cpu"', ".cuda()": "", "LENGTH, STEPS = 300, 60": "LENGTH, STEPS = 110, 9",
     "BoundedCache(64, policy": "BoundedCache(32, policy", "BoundedCache, 64, policy": "BoundedCache, 32, policy",
-    "stabilizers=8, local_len=16": "stabilizers=4, local_len=6", "len(replayed) >= 15": "len(replayed) >= 5",
+    "stabilizers=8, local_len=16": "stabilizers=4, local_len=6", "len(replayed) >= 15": "len(replayed) >= 4",
+    'POLICIES = ("locret", "h2o", "roco")': 'POLICIES = ("locret", "roco")', '"h2o", "snapkv(6,3)"': '"snapkv(6,3)"',
+    "Request(ids, 60)": "Request(ids, 16)", "range(40 * (n == 1))": "range(8 * (n == 1))",
+    "max_new_tokens=40": "max_new_tokens=9", "range(2, 90)": "range(2, 46)",
+    'for positions in ("compact", "original"):': 'for positions in ["original" if policy == "roco" else "compact"]:',
 }  # fmt: skip
 """Text of ``graphs_on_cuda.py`` -> what stands in its place."""
 
@@ -66,13 +70,9 @@ def launch(kernel, grid, *args, real=common.launch, **constants) -> None:
 
 def captured(driver: capture.StepGraphs, step) -> tuple[Tape, Tensor]:
     """A tape of a step and its logits."""
-    if isinstance(driver, GraphDriver):
-        holders = [one for rows in driver.cache.bounded for one in (rows, rows.codec)]
-        more = [driver.seen, driver.length_L]
-    else:
-        holders, more = driver.pools, []
-    state = [x for one in holders for x in vars(one).values() if isinstance(x, Tensor)] + more
-    return recorded(state, step, LaunchTape)
+    own = isinstance(driver, GraphDriver) and [one for rows in driver.cache.bounded for one in (rows, rows.codec)]
+    holders = [driver, *own] if own else driver.pools
+    return recorded([x for one in holders for x in vars(one).values() if isinstance(x, Tensor)], step, LaunchTape)
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
@@ -130,7 +130,7 @@ def graphs(args: list[str]) -> int:
         text = text.replace(old, new)
     module = ModuleType("graphs_on_cuda")
     exec(compile(text, "graphs_on_cuda.py", "exec"), vars(module))
-    return module.main()
+    return module.main(*args)
 
 
 def figures(args: list[str]) -> int:

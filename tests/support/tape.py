@@ -59,17 +59,17 @@ def recorded(
     return tape, logits
 
 
-class TapedTexts(TextsDriver):
+class Taped:
     """Captures tapes on a CPU."""
 
-    def __init__(self, model, first) -> None:
-        super().__init__(model, first)
+    def __init__(self, model, cache, *tokens) -> None:
+        super().__init__(model, cache, *tokens)
         self.captures, self.replays = True, 0
-        self.pools = [rows.page.pool for rows in first.bounded]
+        own = [holder for rows in cache.bounded for holder in (rows, rows.codec)]
+        self.holders = [self, *own] if isinstance(self, GraphDriver) else [rows.page.pool for rows in cache.bounded]
 
     def _captured(self, step):
-        state = [x for pool in self.pools for x in vars(pool).values() if isinstance(x, torch.Tensor)]
-        return recorded(state, step)
+        return recorded([x for one in self.holders for x in vars(one).values() if isinstance(x, torch.Tensor)], step)
 
     def _run(self, form, *rest):
         logits = super()._run(form, *rest)
@@ -77,22 +77,9 @@ class TapedTexts(TextsDriver):
         return logits
 
 
-class TapedDecoder(GraphDriver):
-    """Captures tapes on a CPU."""
+class TapedTexts(Taped, TextsDriver):
+    """A token of several texts."""
 
-    def __init__(self, model, cache, tokens: int = 1) -> None:
-        super().__init__(model, cache, tokens)
-        self.captures, self.replays, self.evictions_replayed = True, 0, 0
 
-    def _captured(self, step):
-        holders = [one for layer in self.cache.bounded for one in (layer, layer.codec)]
-        rows = [x for one in holders for x in vars(one).values() if isinstance(x, torch.Tensor)]
-        return recorded([*rows, self.seen, self.length_L], step)
-
-    def _run(self, form, *rest):
-        logits = super()._run(form, *rest)
-        self.replays += form in self.graphs
-        self.evictions_replayed += (
-            any(one.due and (one.due.evict_before or one.due.evict_after) for one in form) and form in self.graphs
-        )
-        return logits
+class TapedDecoder(Taped, GraphDriver):
+    """A token or a chunk of one text."""

@@ -131,7 +131,7 @@ ALIGNED = 32
 """Numbers from whose multiples a copy begins: a cache line."""
 
 
-class Halves:
+class Bf16Copies:
     """Room for copies of some weights.
 
     Args:
@@ -160,7 +160,7 @@ class Halves:
         self.read += made.nbytes
         return None if made is weight else made
 
-    def hold(self) -> bool:
+    def unchanged(self) -> bool:
         """Whether every copy is what its weight is now: all numbers are read, at the speed of memory."""
         return all(self._holds(weight, half) for weight, half in self._copied)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from ...backbones.wrapped import unwrapped
 from ...cache.batch import Packed
 from ...cache.bounded import BoundedCache
 from ...registry import Registry, load_installed
+from .capture import NoDriver
 from .cpu import cpu_driver
 from .graph import CHUNKS, GraphDriver
 
@@ -22,10 +24,11 @@ class Driver(Protocol):
     """Makes a token of each of several texts, or of one.
 
     Attributes:
-        name: in ``cache.counters.decoding``.
+        name: in ``cache.counters.decoding``. shares: whether a call may take several texts.
     """
 
     name: str
+    shares: bool = True
 
     def refusal(self, cache: BoundedCache) -> str | None:
         """Reason why a cache is decoded by the plain forward; None where it is not, as far as settings tell."""
@@ -72,9 +75,9 @@ def logits_after(
     return forward(model, ids_1T, packed, logits_to_keep=last)[0]
 
 
-DRIVERS: Registry[Callable[[PreTrainedModel, BoundedCache, bool | None], Driver | str | None]] = Registry("driver")
-"""Makers of a cache's driver. Each takes the model, the cache and ``graph`` (see ``Decoding``). It returns a driver, the reason
-for none, or None to leave the cache to the next. The newest is asked first."""
+DRIVERS: Registry[Callable[[PreTrainedModel, BoundedCache, bool | None], Driver | None]] = Registry("driver")
+"""Makers of a cache's driver. Each takes the model, the cache and ``graph`` (see ``Decoding``). It returns a driver, or None to
+leave the cache to the next; it raises NoDriver where the plain forward is due. The newest is asked first."""
 
 
 class Decoding:
@@ -91,52 +94,62 @@ class Decoding:
 
     def __init__(self, model: PreTrainedModel, cache: BoundedCache, graph: bool | None = None) -> None:
         model = unwrapped(model)
-        self._cache, self._graph, self._dynamic = cache, graph, PlainDriver(model)
-        self._driver: Driver = self._dynamic
-        chosen = _chosen(model, cache, graph)
-        if isinstance(chosen, str):
-            self._refuse(chosen)
-        else:
-            self._driver, cache.counters.decoding = chosen, chosen.name
+        self._cache, self._graph, self._plain = cache, graph, PlainDriver(model)
+        self._driver: Driver | None = None
+        try:
+            self._driver = _chosen(model, cache, graph)
+            cache.counters.decoding = (self._driver or self._plain).name
+        except NoDriver as reason:
+            self._refuse(str(reason))
 
     def __call__(self, token: int) -> Tensor:
         """Logits ``[V]`` after the token."""
-        return self.next_driver()([self._cache], [token])[0]
+        return (self.next_driver() or self._plain)([self._cache], [token])[0]
 
-    def next_driver(self) -> Driver:
-        """The driver of the next token: the plain forward where the chosen one is not ready."""
-        if self._driver.ready(self._cache):
+    def next_driver(self) -> Driver | None:
+        """The driver of the next token; None for the plain forward."""
+        if self._driver is None or self._driver.ready(self._cache):
             return self._driver
         reason = self._driver.refusal(self._cache)
         if reason is not None:  # it was found on the way
             self._refuse(reason)
-        return self._dynamic
+        return None
 
     def _refuse(self, reason: str) -> None:
         if self._graph:
             raise ValueError(f"graph=True is not possible here: {reason}")
-        self._driver, self._cache.counters.decoding = self._dynamic, f"dynamic: {reason}"
+        self._driver, self._cache.counters.decoding = None, f"dynamic: {reason}"
 
 
-def _chosen(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> Driver | str:
-    """The driver that is asked for on the model's device, or why it cannot be."""
+def _chosen(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> Driver | None:
+    """The driver that is asked for on the model's device, if any. Raises NoDriver where it does not take the cache."""
     load_installed()
     asked = (make(model, cache, graph) for make in reversed(DRIVERS.values()))
-    driver = next((one for one in asked if one is not None), PlainDriver(model))
-    return driver if isinstance(driver, str) else driver.refusal(cache) or driver
+    driver = next((made for made in asked if made is not None), None)
+    if driver is not None and (reason := driver.refusal(cache)) is not None:
+        raise NoDriver(reason)
+    return driver
 
 
 @DRIVERS.register("graph")
-def _graph(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> Driver | str | None:
+def _graph(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> Driver | None:
     device = model.device.type
     if graph is False or (graph is None and device != "cuda"):
         return None
-    return GraphDriver(model, cache) if device == "cuda" else f"CUDA graphs need a CUDA device, not {device}"
+    if device != "cuda":
+        raise NoDriver(f"CUDA graphs need a CUDA device, not {device}")
+    return GraphDriver(model, cache)
 
 
 @DRIVERS.register("cpu")
-def _compiled(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> Driver | str | None:
+def _compiled(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> Driver | None:
     return None if graph or model.device.type != "cpu" else cpu_driver(model, cache.context.heads)
+
+
+def prepare(model: PreTrainedModel) -> None:
+    """Make what drivers of any text of a model share, so that the first token does not wait for it."""
+    with suppress(NoDriver):
+        cpu_driver(model)
 
 
 def chunk_driver(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> GraphDriver | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable
-from functools import cache
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache, partial
+from typing import Generic, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,7 +17,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from ...cache.bounded import BoundedCache
+from ...cache.context import Context
 from ...cache.graphs import Captured, capture
+from ...cache.step import evict_if_due, make_room
 from ...naming import first_line
 
 logger = logging.getLogger(__name__)
@@ -26,6 +29,10 @@ WARM = 3
 """Tokens before the first capture: kernels are compiled and workspaces allocated in them, and a short answer ends with them."""
 READ_BY_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """PyTorch's marks of operators whose result, or its shape, the host waits for."""
+
+
+class NoDriver(ValueError):
+    """Reason why a driver does not take a text."""
 
 
 @cache
@@ -66,8 +73,19 @@ def host_waits(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, obj
     return composed or not READ_BY_HOST.isdisjoint(func.tags)
 
 
+class StepState(NamedTuple):
+    """A text as the last step left it."""
+
+    context: Context
+    seen: int
+    left: int
+    """Tokens until rows are cut."""
+
+
 class StepGraphs(Generic[F]):
-    """Forms of a step. Each runs uncaptured at first, is then captured, and replayed from then on.
+    """Forms of a step that makes ``tokens`` new tokens of one text, or one of each of several. A form runs uncaptured at first,
+    is then captured, and replayed from then on. Texts are cut between two steps, and the host's counts follow every step, so any
+    other forward may come in between.
 
     On CUDA that is; elsewhere the very same functions run as they are. ``reason`` says why nothing (more) is captured, once
     that is known.
@@ -77,6 +95,7 @@ class StepGraphs(Generic[F]):
     """
 
     name = "graph"
+    shares, tokens = True, 1
     what: str
     """The step, for messages."""
 
@@ -88,10 +107,51 @@ class StepGraphs(Generic[F]):
         """Forward of a token without the decoder's modules, where possible."""
         self.graphs: dict[F, Captured] = {}
         self.ran = Counter[F]()
+        self._tables: list[object] = []
+        """Tables of rotation that graphs read: a dynamic forward in between would free them."""
+        self._states: WeakKeyDictionary[BoundedCache, StepState] = WeakKeyDictionary()
 
     def refusal(self, cache: BoundedCache) -> str | None:
         """Reason why a cache is not decoded so (any more); None where it is, as far as known."""
         return self.reason
+
+    def ready(self, cache: BoundedCache) -> bool:
+        """Whether the next step can come here."""
+        return self.reason is None
+
+    def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int] | Tensor) -> Tensor:
+        """Logits ``[N, V]`` (float32) after the new tokens of ``N`` texts: one of each, or a piece ``[tokens]`` of one."""
+        states = [self._with_room(text) for text in caches]
+        form = self._write(caches, tokens)
+        known = form in self.graphs
+        logits_NV = self._run(form, partial(self._step, form, caches), partial(_undo, caches, states)).clone()
+        if form in self.graphs and not known:
+            self._tables.append([text.context.tables.made() for text in caches])
+        for text, (ctx, seen, left) in zip(caches, states, strict=True):
+            state = self._states[text] = StepState(ctx, seen + self.tokens, left - self.tokens)
+            text.unfinished = True
+            for rows in text.bounded:
+                rows.count(state.seen - rows.seen)  # a step that is not replayed has counted
+            if not state.left:
+                evict_if_due(ctx, text.bounded)
+            text.unfinished = False
+        return logits_NV
+
+    def _write(self, caches: Sequence[BoundedCache], tokens: Sequence[int] | Tensor) -> F:
+        """Bring tokens and places of the next step to the device; its form, all that tells it from others."""
+        raise NotImplementedError
+
+    def _step(self, form: F, caches: Sequence[BoundedCache]) -> Tensor:
+        """The captured step: logits ``[N, V]`` (float32). Of the host only the form may matter."""
+        raise NotImplementedError
+
+    def _with_room(self, cache: BoundedCache) -> StepState:
+        """A text as it stands, with room for its new tokens in every layer."""
+        ctx, seen, state = cache.context, cache.get_seq_length(), self._states.get(cache)
+        if state is not None and state.context is ctx and state.seen == seen and state.left >= self.tokens:
+            return state
+        make_room(ctx, cache.bounded, self.tokens)
+        return StepState(ctx, seen, ctx.until_cut(cache.bounded))
 
     def _run(self, form: F, step: Callable[[], Tensor], undo: Callable[[], None]) -> Tensor:
         """Logits ``[N, V]`` of one form of the step. ``undo`` follows a capture that fails: nothing of it has run, and the
@@ -118,17 +178,21 @@ class StepGraphs(Generic[F]):
         with SyncDetector() as reads:
             logits_NV = step()
         if reads.found and ran > 1:  # the very first one prepares what later ones need not
-            self._waits(form, ", ".join(sorted(reads.found)))
+            self._refuse(f"{self.what} makes the host wait ({', '.join(sorted(reads.found))})")
         return logits_NV
 
     def _captured(self, step: Callable[[], Tensor]) -> Captured:
         torch.cuda.empty_cache()  # a chunk's tensors are large, and the graph has its own
         return capture(self.model.device, self.graphs.values(), step)
 
-    def _waits(self, form: F, ops: str) -> None:
-        """A form reads from the device by some operators."""
-        self._refuse(f"{self.what} makes the host wait ({ops})")
-
     def _refuse(self, reason: str) -> None:
         self.reason = reason
         warn(reason)
+
+
+def _undo(caches: Sequence[BoundedCache], states: Sequence[StepState]) -> None:
+    for text, state in zip(caches, states, strict=True):
+        for rows in text.bounded:
+            rows.count(state.seen - rows.seen)
+        text.context.tables.clear()
+        text.unfinished = False

@@ -19,18 +19,16 @@ from transformers import PreTrainedModel
 
 from locret_kernels import cpp, decoder_step
 from locret_kernels import quantise as quantiser
-from locret_kernels.decoder_step import Halves
+from locret_kernels.decoder_step import Bf16Copies
 
 from ...backbones.spec import text_config
 from ...backbones.weights import PRODUCTS, Dense, NotDense, Product, check_dense, dense
 from ...cache.bounded import BoundedCache
-from ...cache.step import evict_if_due, make_room
 from ...cache.storage.codec import Plain
 from ...cache.storage.quantised import GroupedBits, RowBits
-from ...cache.view import entry_scores, scores_of
 from ...heads import RetainingHeads
 from ...policies.capabilities import reason
-from .capture import warn
+from .capture import NoDriver, warn
 from .row_pointers import PositionTables, RowPointers
 
 CODECS = (Plain, GroupedBits, RowBits)
@@ -44,14 +42,14 @@ class WeightTable:
 
     decoder: np.ndarray
     layers: np.ndarray
-    halves: Halves
+    copies: Bf16Copies
     weights: Dense | list[Tensor]
 
-    def follows(self, weights: Dense | list[Tensor]) -> bool:
+    def is_current(self, weights: Dense | list[Tensor]) -> bool:
         """Whether the weights, of any shape, are still at the same addresses, and all copies still hold their
         numbers."""
         mine, theirs = (tree_map_only(Tensor, _place, x) for x in (self.weights, weights))
-        return mine == theirs and self.halves.hold()
+        return mine == theirs and self.copies.unchanged()
 
 
 class CpuDriver:
@@ -69,6 +67,7 @@ class CpuDriver:
     """
 
     name = "cpu"
+    shares = True
 
     def __init__(self, model: PreTrainedModel, weights: Dense | None = None) -> None:
         weights = dense(model) if weights is None else weights
@@ -82,12 +81,11 @@ class CpuDriver:
         self.library = decoder_step.load(self.dtype, self.channels)
         self.sums = cpp.SUMS[self.dtype]
         self.weights = weights
-        Q, H = self.shape = len(first.query.weight) // self.channels, len(first.key.weight) // self.channels
-        self.line = (Q + 2 * H) * self.channels
+        self.shape = len(first.query.weight) // self.channels, len(first.key.weight) // self.channels
         products = [layer.products for layer in weights.layers]
-        self._halves = Halves((one.weight for some in (*products, [weights.head]) for one in some), self.library)
-        self._own = [[self._linear(one, self._halves) for one in some] for some in products]
-        self._head = self._linear(weights.head, self._halves)
+        self._copies = Bf16Copies((one.weight for some in (*products, [weights.head]) for one in some), self.library)
+        self._own = [[self._linear(one, self._copies) for one in some] for some in products]
+        self._head = self._linear(weights.head, self._copies)
         self._plain = self._layers(None)
         self._with_heads: WeakKeyDictionary[RetainingHeads, WeightTable] = WeakKeyDictionary()
         self._rows: WeakKeyDictionary[BoundedCache, RowPointers] = WeakKeyDictionary()
@@ -112,12 +110,17 @@ class CpuDriver:
 
     def ready(self, cache: BoundedCache) -> bool:
         """Whether the next token of a cache can come here."""
-        ready = not (cache.state.needs_reread or cache.state.unfinished) and cache.get_seq_length() > 0
-        return ready and not any(rows.codec.open for rows in cache.bounded)
+        if cache.state.unfinished:
+            return False
+        if (rows := self._rows.get(cache)) is not None and rows.are_of(cache):
+            return True
+        return (
+            not cache.state.needs_reread and cache.get_seq_length() > 0 and not any(x.codec.open for x in cache.bounded)
+        )
 
     def weight_bytes(self, heads: RetainingHeads | None = None) -> int:
         """Bytes of matrices that are read for a token, with those of retaining heads."""
-        return self._halves.read + self._held(heads).halves.read * (heads is not None)
+        return self._copies.read + self._held(heads).copies.read * (heads is not None)
 
     # ---- a token ---------------------------------------------------------------------------------------------------
 
@@ -125,72 +128,38 @@ class CpuDriver:
         """Logits ``[N, V]`` (float32) after one more token of each of ``N`` texts. Raises IndexError for a token
         outside the vocabulary."""
         N, L, V = len(caches), len(self.weights.layers), len(self.weights.head.weight)
-        words = len(self.weights.words.weight)
+        words, (Q, H), D = len(self.weights.words.weight), self.shape, self.channels
         if not all(0 <= token < words for token in tokens):  # the call would read other memory
             raise IndexError(f"tokens={[*tokens]} must be below {words}, the rows of the backbone's words")
-        for cache in caches:
-            cache.state.unfinished = True
-        every = [self._pointers(cache) for cache in caches]
-        heads = self._shared_heads(caches)
-        asks = [heads is None and cache.context.policy.score.scores_new_tokens for cache in caches]
-        recent = any(rows.recent for cache in caches for rows in cache.bounded)
+        texts = [self._next(cache) for cache in caches]
+        # The call itself asks retaining heads that all texts have.
+        heads = texts[0].heads if all(text.heads is texts[0].heads for text in texts) else None
         new = partial(torch.empty, dtype=self.sums, device=self.weights.norm.weight.device)
-        seen = new(L, N, self.line) if any(asks) or recent else None
-        rows = np.concatenate([pointers.rows for pointers in every])
+        asks = [text.recent or (heads is None and text.scores) for text in texts]
+        line = new(L, N, Q + 2 * H, D) if any(asks) else None
+        rows = np.concatenate([text.rows for text in texts])
         ids, logits = np.array(tokens, dtype=np.int64), new(N, V)
         self.library.locret_step(
-            self._held(heads).decoder.ctypes.data, N, ids.ctypes.data, rows.ctypes.data, cpp.address(logits, self.sums),
-            cpp.address(seen, self.sums), torch.get_num_threads(),
+            self._held(heads).decoder.ctypes.data, N, ids.ctypes.data, rows.ctypes.data, logits.data_ptr(),
+            0 if line is None else line.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
-        for n, (cache, pointers) in enumerate(zip(caches, every, strict=True)):
-            if seen is not None:
-                self._read(cache, pointers, seen[:, n].to(self.dtype), scored=asks[n])
-            self._count(cache, pointers)
-            cache.state.unfinished = False
+        for n, (cache, text) in enumerate(zip(caches, texts, strict=True)):
+            if line is not None:
+                q_LQD, k_LHD, v_LHD = line[:, n].to(self.dtype).split((Q, H, H), 1)
+                text.score(cache, q_LQD, k_LHD, v_LHD, scored=heads is None)
+            text.count(cache)
         return logits.float()
 
-    def _pointers(self, cache: BoundedCache) -> RowPointers:
+    def _next(self, cache: BoundedCache) -> RowPointers:
         """A cache's rows, with room for a token."""
-        pointers, ctx, seen = self._rows.get(cache), cache.context, cache.get_seq_length()
-        if pointers is None or not pointers.left or pointers.context is not ctx or pointers.seen != seen:
-            ctx.tables.clear()
-            make_room(ctx, cache.bounded, 1)
-            pointers = self._rows[cache] = RowPointers.of(cache, self.shape[1], self._tables)
-        pointers.rows["position"] = seen
-        if ctx.positions.span:
-            pointers.rows["before"] = max(0, seen + 1 - ctx.positions.span)
-        if pointers.left == 1:
-            pointers.widen(cache)
-        for rope, held in pointers.own:
-            cos, sin = rope.tables(torch.tensor([seen], device=held.device), self.dtype)
-            held[0], held[1] = cos[0], sin[0]
-        return pointers
+        rows = self._rows.get(cache)
+        cache.state.unfinished = True
+        if rows is None or not rows.are_of(cache):
+            rows = self._rows[cache] = RowPointers.of(cache, self.shape[1], self._tables)
+        rows.place(cache)
+        return rows
 
-    def _count(self, cache: BoundedCache, pointers: RowPointers) -> None:
-        """A row more in every layer, and the evictions that are due."""
-        pointers.lengths_LH += 1
-        pointers.packed["tail"] += 1
-        pointers.left -= 1
-        pointers.seen += 1
-        for layer, rows in enumerate(cache.bounded):
-            if isinstance(rows.codec, GroupedBits):
-                if layer in pointers.wider:
-                    rows.codec.overflow(*pointers.wider[layer])
-                else:
-                    rows.codec.tail += 1
-            rows.count(1)
-            if not pointers.left:
-                evict_if_due(cache.context, [rows])
-                rows.codec.finish_block()
-
-    # ---- entry scores and queries --------------------------------------------------------------------------------------
-
-    def _shared_heads(self, caches: Sequence[BoundedCache]) -> RetainingHeads | None:
-        """The retaining heads that the call itself asks: where all texts have them and want nothing else."""
-        heads = caches[0].context.heads
-        alike = all(cache.context.heads is heads and cache.context.policy.score.is_head for cache in caches)
-        fits = heads is not None and heads.config.activation == "silu"
-        return heads if alike and fits else None
+    # ---- weights, and retaining heads that the call asks -----------------------------------------------------------
 
     def _held(self, heads: RetainingHeads | None) -> WeightTable:
         """Every layer's addresses, with those of the retaining heads that the call asks."""
@@ -198,21 +167,21 @@ class CpuDriver:
             self._with_heads[heads] = self._layers(heads)
         return self._plain if heads is None else self._with_heads[heads]
 
-    def follows(self, weights: Dense, heads: RetainingHeads | None = None) -> bool:
+    def is_current(self, weights: Dense, heads: RetainingHeads | None = None) -> bool:
         """Whether a model's weights are still those that this decoder reads. Its copies of retaining heads that have
         changed are dropped."""
-        if heads is not None and heads in self._with_heads and not self._held(heads).follows([*heads.parameters()]):
+        if heads is not None and heads in self._with_heads and not self._held(heads).is_current([*heads.parameters()]):
             self._with_heads.pop(heads, None)
-        return self._plain.follows(weights)
+        return self._plain.is_current(weights)
 
     def _layers(self, heads: RetainingHeads | None) -> WeightTable:
         found = np.zeros(len(self.weights.layers), decoder_step.LAYER.dtype)
         weights = [] if heads is None else [x.detach() for x in heads.parameters()]
-        halves = self._halves if heads is None else Halves(weights, self.library)
+        copies = self._copies if heads is None else Bf16Copies(weights, self.library)
         for i, layer in enumerate(self.weights.layers):
             names = ("fc1", "fc2")
             own = [None if heads is None else Product(getattr(heads[i], name).weight.detach(), None) for name in names]
-            linear = (*self._own[i], *(self._linear(one, halves) for one in own))
+            linear = (*self._own[i], *(self._linear(one, copies) for one in own))
             norms = {name: getattr(layer, name) for name in ("norm", "query_norm", "key_norm", "mlp_norm")}
             found[i] = decoder_step.LAYER.of(
                 self.dtype, **{name: norm and norm.weight for name, norm in norms.items()},
@@ -226,31 +195,19 @@ class CpuDriver:
             channels=self.channels, vocabulary=len(w.head.weight), words=self._linear(w.words), norm=w.norm.weight,
             eps=w.norm.eps, head=self._head, layer=found.ctypes.data,
         )  # fmt: skip
-        return WeightTable(decoder, found, halves, w if heads is None else weights)
+        return WeightTable(decoder, found, copies, w if heads is None else weights)
 
-    def _linear(self, product: Product | None, halves: Halves | None = None) -> tuple[int, ...]:
-        """A product as the call reads it; ``halves`` may hold a copy of its weights of half the size."""
+    def _linear(self, product: Product | None, copies: Bf16Copies | None = None) -> tuple[int, ...]:
+        """A product as the call reads it; ``copies`` may hold one of its weights of half the size."""
         if product is None:
             return (0,) * len(decoder_step.LINEAR.points)
-        half = None if halves is None else halves.of(product.weight)
+        half = None if copies is None else copies.of(product.weight)
         weight, dtype = (product.weight, self.dtype) if half is None else (half, torch.bfloat16)
         at = cpp.address(weight, dtype if product.form is None else torch.uint8)
         return decoder_step.LINEAR.of(
             self.dtype, weight=at, bias=product.bias, rows=len(weight), halved=half is not None,
             format=product.form and decoder_step.format_at(product.form).ctypes.data,
         ).item()  # fmt: skip
-
-    def _read(self, cache: BoundedCache, pointers: RowPointers, line_LE: Tensor, *, scored: bool) -> None:
-        """Hand the new token's q, k and v before RoPE ``[L, E]`` to the policy: entry scores and recent queries."""
-        (Q, H), D, ctx = self.shape, self.channels, cache.context
-        for layer, rows in enumerate(cache.bounded):
-            q, k, v = (x.view(1, -1, 1, D) for x in line_LE[layer].split((Q * D, H * D, H * D)))
-            if scored and rows.window is None:
-                newest = torch.from_numpy(pointers.starts_LH[layer] + pointers.lengths_LH[layer])
-                score_BHT = scores_of(entry_scores(ctx, rows, pointers.seen, q, k, v), k)
-                rows.scores.view(-1)[newest] = score_BHT.reshape(-1).to(rows.scores.dtype)
-            if rows.recent:
-                rows.append_queries(q)
 
 
 def _place(x: Tensor) -> tuple[int, torch.Size, torch.dtype]:
@@ -261,17 +218,20 @@ def _place(x: Tensor) -> tuple[int, torch.Size, torch.dtype]:
 _KNOWN: WeakKeyDictionary[PreTrainedModel, CpuDriver] = WeakKeyDictionary()
 
 
-def cpu_driver(model: PreTrainedModel, heads: RetainingHeads | None = None) -> CpuDriver | str:
-    """The decoder for a model on a CPU, or the reason for none; a missing compiler is logged, once.
+def cpu_driver(model: PreTrainedModel, heads: RetainingHeads | None = None) -> CpuDriver:
+    """The decoder for a model on a CPU. A missing compiler is logged, once.
 
     Call it when an answer begins: copies of weights that have changed since are made anew.
+
+    Raises:
+        NoDriver: it has none.
     """
     if model.device.type != "cpu":
-        return f"the backbone is on {model.device.type}"
+        raise NoDriver(f"the backbone is on {model.device.type}")
     try:
         weights = dense(model)
         known = _KNOWN.get(model)
-        if known is None or not known.follows(weights, heads):
+        if known is None or not known.is_current(weights, heads):
             known = None
             _KNOWN.pop(model, None)  # before another takes as much memory
             check_dense(model, weights)
@@ -280,4 +240,4 @@ def cpu_driver(model: PreTrainedModel, heads: RetainingHeads | None = None) -> C
     except (NotDense, cpp.Unavailable) as error:
         if isinstance(error, cpp.Unavailable):
             warn(str(error), "tokens are decoded by the plain forward, which is slower here")
-        return str(error)
+        raise NoDriver(str(error)) from error

@@ -16,7 +16,10 @@ from locret_kernels.ragged_decode import ByteRows, PackedRows
 from ...backbones.decoder_attention import Rope
 from ...cache.bounded import BoundedCache
 from ...cache.context import Context
+from ...cache.step import evict_if_due, make_room
 from ...cache.storage.quantised import GroupedBits, RowBits
+from ...cache.view import entry_scores, scores_of
+from ...heads import RetainingHeads
 
 
 def point_at(at: np.ndarray, packed: PackedRows | ByteRows, codec: GroupedBits | RowBits) -> None:
@@ -63,26 +66,41 @@ class RowPointers:
     left: int
     seen: int
     context: Context
+    heads: RetainingHeads | None
+    """Retaining heads that the call can ask."""
+    scores: bool
+    """Whether new tokens are scored."""
+    recent: bool
+    """Whether their queries are kept."""
+    tables: PositionTables
     own: list[tuple[Rope, Tensor]] = field(default_factory=list)
     """Rotations of stored new keys, and the memory ``[2, R]`` with the tables of the next token."""
-    held: list[object] = field(default_factory=list)
+    keepalive: list[object] = field(default_factory=list)
     """Objects to whose memory addresses point."""
     wider: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Layer in few bits whose tail is full -> a copy of its keys and values ``[H, rows, D]`` with room for one row more."""
 
     @classmethod
     def of(cls, cache: BoundedCache, H: int, tables: PositionTables) -> RowPointers:
-        """The addresses of a cache's rows, with ``H`` heads in every layer, and how long they hold."""
+        """The addresses of a cache's rows, with ``H`` heads in every layer and room for a token, and how long they hold."""
         ctx, seen, L = cache.context, cache.get_seq_length(), len(cache.bounded)
+        ctx.tables.clear()
+        make_room(ctx, cache.bounded, 1)
         starts_LH, lengths_LH = (np.zeros((L, H), np.int64) for _ in range(2))
         rows_L, packed_L = np.zeros(L, ROWS.dtype), np.zeros(L, PACKED.dtype)
-        made = cls(rows_L, packed_L, starts_LH, lengths_LH, ctx.until_cut(cache.bounded), seen, ctx)
+        score, heads = ctx.policy.score, ctx.heads
+        asked = heads if score.is_head and heads is not None and heads.config.activation == "silu" else None
+        recent = any(rows.recent for rows in cache.bounded)
+        made = cls(
+            rows_L, packed_L, starts_LH, lengths_LH, ctx.until_cut(cache.bounded), seen, ctx, asked, score.scores_new_tokens,
+            recent, tables,
+        )  # fmt: skip
         own: dict[int, tuple[Rope, Tensor]] = {}
         for layer, rows in enumerate(cache.bounded):
-            flat, at = rows.varlen(), made.rows[layer]
-            made.starts_LH[layer], made.lengths_LH[layer] = flat.starts_BH[0].numpy(), flat.lengths_BH[0].numpy()
+            flat, at = rows.varlen(), rows_L[layer]
+            starts_LH[layer], lengths_LH[layer] = flat.starts_BH[0].numpy(), flat.lengths_BH[0].numpy()
             ROWS.point(
-                at, starts=made.starts_LH[layer].ctypes.data, lengths=made.lengths_LH[layer].ctypes.data,
+                at, starts=starts_LH[layer].ctypes.data, lengths=lengths_LH[layer].ctypes.data,
                 positions=flat.positions_N, scores=rows.scores, window=rows.window, before=0 if ctx.positions.span else -1,
             )  # fmt: skip
             if rows.statistics:
@@ -94,27 +112,69 @@ class RowPointers:
                 longest = rows.capacity * (H if rows.layout.ragged else 1)
                 cos, sin = tables.below(rope, max(longest, ctx.positions.span or 0))
                 ROWS.point(at, tables.dtype, cos=cos, sin=sin, rotated=cos.shape[1])
-                made.held.append((cos, sin))
+                made.keepalive.append((cos, sin))
             elif (rope := ctx.write_rope(rows)) is not None:
                 R = 2 * len(rope.inv_freq)
                 _, held = own.setdefault(id(rope), (rope, torch.empty(2, R, dtype=tables.sums, device=rows.device)))
                 ROWS.point(at, tables.dtype, own_cos=held[0], own_sin=held[1], rotated=R)
             if isinstance(rows.codec, GroupedBits | RowBits):
-                point_at(made.packed[layer], flat.rows, rows.codec)
-                at["packed"] = made.packed[layer : layer + 1].ctypes.data
+                point_at(packed_L[layer], flat.rows, rows.codec)
+                at["packed"] = packed_L[layer : layer + 1].ctypes.data
             else:
                 ROWS.point(at, tables.dtype, keys=flat.rows[0], values=flat.rows[1])
             if isinstance(rows.codec, GroupedBits):
                 made.left = min(made.left, rows.codec.max_tail - rows.codec.tail + 1)
-            made.held.append(flat)
+            made.keepalive.append(flat)
         made.own = list(own.values())
         return made
 
-    def widen(self, cache: BoundedCache) -> None:
-        """Make room for the token that fills a group of rows. The group is then quantised."""
-        for layer, rows in enumerate(cache.bounded):
+    def are_of(self, cache: BoundedCache) -> bool:
+        """Whether a cache's rows still lie as they were found, with room for a token."""
+        return self.left > 0 and self.context is cache.context and self.seen == cache.get_seq_length()
+
+    def place(self, cache: BoundedCache) -> None:
+        """Say where in the text the next token stands, and make room for it where it fills a group of rows."""
+        self.rows["position"], span = self.seen, self.context.positions.span
+        if span:
+            self.rows["before"] = max(0, self.seen + 1 - span)
+        for rope, held in self.own:
+            cos, sin = rope.tables(torch.tensor([self.seen], device=held.device), self.tables.dtype)
+            held[0], held[1] = cos[0], sin[0]
+        for layer, rows in enumerate(cache.bounded if self.left == 1 else ()):
             codec = rows.codec
-            if isinstance(codec, GroupedBits) and codec.tail == codec.max_tail:
+            if isinstance(codec, GroupedBits) and codec.tail == codec.max_tail:  # it is quantised after the token
                 keys, values = (F.pad(x, (0, 0, 0, 1)) for x in (codec.tail_keys, codec.tail_values))
-                self.wider[layer], at = (keys, values), self.packed[layer]
-                PACKED.point(at, codec.dtype, tail_keys=keys, tail_values=values, tail_room=codec.tail + 1)
+                self.wider[layer] = keys, values
+                PACKED.point(
+                    self.packed[layer], codec.dtype, tail_keys=keys, tail_values=values, tail_room=codec.tail + 1
+                )
+
+    def score(self, cache: BoundedCache, q_LQD: Tensor, k_LHD: Tensor, v_LHD: Tensor, *, scored: bool) -> None:
+        """Hand the new token's q, k and v before RoPE to the policy: entry scores, where they are not there, and recent
+        queries."""
+        for layer, rows in enumerate(cache.bounded):
+            q, k, v = (x[layer][None, :, None] for x in (q_LQD, k_LHD, v_LHD))
+            if scored and self.scores and rows.window is None:
+                newest = torch.from_numpy(self.starts_LH[layer] + self.lengths_LH[layer])
+                score_BHT = scores_of(entry_scores(self.context, rows, self.seen, q, k, v), k)
+                rows.scores.view(-1)[newest] = score_BHT.reshape(-1).to(rows.scores.dtype)
+            if rows.recent:
+                rows.append_queries(q)
+
+    def count(self, cache: BoundedCache) -> None:
+        """A row more in every layer, and the evictions that are due."""
+        self.lengths_LH += 1
+        self.packed["tail"] += 1
+        self.left -= 1
+        self.seen += 1
+        for layer, rows in enumerate(cache.bounded):
+            if isinstance(rows.codec, GroupedBits):
+                if layer in self.wider:
+                    rows.codec.overflow(*self.wider[layer])
+                else:
+                    rows.codec.tail += 1
+            rows.count(1)
+            if not self.left:
+                evict_if_due(self.context, [rows])
+                rows.codec.finish_block()
+        cache.state.unfinished = False
