@@ -28,6 +28,7 @@ from ..cache.bounded import BoundedCache
 from ..heads import RetainingHeads
 from ..naming import check_name, prefixed_errors
 from ..policies import Policy
+from ..runtime.evidence import EvidenceSearch
 from ..runtime.session import Answer, Sampling, prefill
 from ..runtime.thoughts import MAX_THOUGHT, Thought
 from ..settings import RunSettings, Thoughts, read_protect
@@ -60,7 +61,9 @@ class Source(Protocol):
 
     def protected(self, prompt: Sequence[int]) -> list[Span]: ...
 
-    def fork_for(self, prompt_length: int) -> BoundedCache: ...
+    def fork_for(self, prompt_length: int, *, evidence: bool = False) -> BoundedCache: ...
+
+    def search(self, prompt: Sequence[int]) -> EvidenceSearch | None: ...
 
 
 @dataclass(frozen=True)

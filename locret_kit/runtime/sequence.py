@@ -131,7 +131,7 @@ class Sequence:
         """Tokens ``[T]`` of the prompt's next piece."""
         assert self.cache is not None and self.text is not None
         done = self.cache.get_seq_length()
-        at = self.cache.prompt_positions(done, done + self.piece_len)
+        at = self.cache.state.prompt_positions(done, done + self.piece_len)
         return self.text[at.start : at.stop] if isinstance(at, range) else self.text[torch.tensor(at, device="cpu")]
 
     def advance(self, logits_V: Tensor, stop: frozenset[int]) -> bool:
@@ -142,7 +142,7 @@ class Sequence:
         """
         if self.reading:
             assert self.cache is not None
-            self.cache.start_reread()
+            self.cache.state.start_reread()
             if self.remaining:
                 return False
             logits_V = self.logits_V = logits_V.float()

@@ -129,12 +129,12 @@ class StepGraphs(Generic[F]):
             self._tables.append([text.context.tables.made() for text in caches])
         for text, (ctx, seen, left) in zip(caches, states, strict=True):
             state = self._states[text] = StepState(ctx, seen + self.tokens, left - self.tokens)
-            text.unfinished = True
+            text.state.unfinished = True
             for rows in text.bounded:
                 rows.count(state.seen - rows.seen)  # a step that is not replayed has counted
             if not state.left:
                 evict_if_due(ctx, text.bounded)
-            text.unfinished = False
+            text.state.unfinished = False
         return logits_NV
 
     def _write(self, caches: Sequence[BoundedCache], tokens: Sequence[int] | Tensor) -> F:
@@ -195,4 +195,4 @@ def _undo(caches: Sequence[BoundedCache], states: Sequence[StepState]) -> None:
         for rows in text.bounded:
             rows.count(state.seen - rows.seen)
         text.context.tables.clear()
-        text.unfinished = False
+        text.state.unfinished = False
