@@ -81,7 +81,7 @@ def test_a_run_killed_at_three_random_moments_resumes_to_the_uninterrupted_curve
 
 def test_a_kill_between_writing_and_renaming_loses_nothing(backbone, tmp_path, monkeypatch):
     """Child n is killed before its n-th rename, of a state, of the best heads or of what is exported."""
-    more = ["optim.steps=6", "trainer.save_every=2", "trainer.val_every=3", "trainer.keep_best=1", "resume=auto"]
+    more = ["optim.steps=4", "trainer.save_every=2", "trainer.val_every=4", "trainer.keep_best=1", "resume=auto"]
     whole, part, log = tmp_path / "whole", tmp_path / "part", tmp_path / "part.log"
     assert status_of(start(lambda: main(arguments(backbone, whole, *more)), tmp_path / "whole.log")) == 0
     rename, reached = os.replace, []
