@@ -3,7 +3,8 @@
 #
 #     scripts/on_card.sh [MODEL [ARGUMENT ...]]    # phi3-mini (default) or llama3.1-8b; arguments of scripts/gpu.py, such as --part
 #     DRY=1 scripts/on_card.sh                     # say what would run, and leave
-#     PLAYED=1 scripts/on_card.sh tiny             # every step on a CPU that plays a card (tests/support/played_card.py)
+#     PLAYED=1 scripts/on_card.sh tiny             # every step on a CPU that plays a card (tests/support/played_card.py): some
+#                                                  # ten minutes of one core
 #
 # step                                               expected s   limit s
 # 0  imports of all programs                                 20        60   ends the run: what is missing is named in one line

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -69,6 +70,7 @@ class GraphDriver(StepGraphs[Form]):
             self.dense = dense_step(model, cache.context)
         with torch.inference_mode(False):
             self.numbers = torch.zeros(tokens + 1 + len(cache.bounded), dtype=torch.int64, device=model.device)
+            self.host = np.zeros(len(self.numbers), np.int64)
             self.offset_T = torch.arange(tokens, dtype=torch.int32, device=model.device)
             self.flats = [rows.varlen() for rows in cache.bounded] if tokens == 1 else []
             # Tokens, the number of those before them, and before a single token the rows of each layer.
@@ -88,7 +90,8 @@ class GraphDriver(StepGraphs[Form]):
             self.ids[0] = tokens
             self.seen.fill_(cache.get_seq_length())
             return tuple((rows.rows, rows.since_eviction if rows.window is None else 0) for rows in cache.bounded)
-        self.numbers.copy_(torch.tensor([*tokens, cache.get_seq_length(), *cache.kept_rows], device="cpu"))
+        self.host[:] = [*tokens, cache.get_seq_length(), *cache.kept_rows]
+        self.numbers.copy_(torch.from_numpy(self.host))
         return ()
 
     def _step(self, form: Form, caches: Sequence[BoundedCache]) -> Tensor:
