@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ def score_memory(rows: Sequence[Row], width: float | None = None) -> Figure:
     groups = grouped(cells, lambda cell: (cell.task, cell.haystack, cell.length))
     figure, axes = panels(len(groups), width)
     labels = sorted({cell.label for cell in cells})
-    drawn = {}
+    drawn: dict[str, Any] = {}
     for ((task, haystack, length), members), axis in zip(groups.items(), axes, strict=True):
         for (label,), some in grouped(members, lambda cell: (cell.label,)).items():
             i, points = labels.index(label), sorted(some, key=lambda cell: cell.peak_bytes)
@@ -141,6 +142,6 @@ def draw(name: str, rows: Sequence[Row], folder: Path, width: float | None = Non
     with library("matplotlib").rc_context({**RC, "svg.hashsalt": name}):
         figure = FIGURES[name][0](rows, width)
         for path in paths:
-            look = {"format": path.suffix[1:], "dpi": 150, "metadata": undated.get(path.suffix)}
-            write_beside(path, lambda beside, look=look: figure.savefig(beside, **look))
+            metadata = undated.get(path.suffix)
+            write_beside(path, partial(figure.savefig, format=path.suffix[1:], dpi=150, metadata=metadata))
     return paths

@@ -55,8 +55,8 @@ def overview(rows: Iterable[Row]) -> Table | None:
     columns |= group_means(main)
     blocks = grouped((cell for cells in columns.values() for cell in cells), lambda cell: (cell.length, cell.budget))
     lines = []
-    for (length, budget), members in sorted(blocks.items()):
-        labels = sorted({cell.label for cell in members}, key=policy_order)
+    for (length, budget), block in sorted(blocks.items()):
+        labels = sorted({cell.label for cell in block}, key=policy_order)
         by_column = [column(cells, labels, length, budget) for cells in columns.values()]
         lines += [
             [size(length), str(budget or "-"), label, *line] for label, *line in zip(labels, *by_column, strict=True)

@@ -96,20 +96,19 @@ def fit(request: Example, chat: bool, name: str, build: Callable[[random.Random,
 
 
 def synthetic_task(
-    name: str, build: Build, metric: str, max_new_tokens: int, haystack: str = "-", *, least: int = 1, **more: bool
-) -> Task:
+    name: str, build: Build, metric: str, max_new_tokens: int, haystack: str = "-", *, seed: str = "", least: int = 1,
+    begins_alike: bool = False,
+) -> Task:  # fmt: skip
     """A task whose draft ``build(request, rng, n)`` is fitted to the length asked for, see `fit`."""
 
     def make(request: Example) -> Example:
         chat = request.wants_chat(False)
-        draft = fit(
-            request, chat, f"{name}:{haystack}" if name in OVER_HAYSTACKS else name, partial(build, request), least
-        )
+        draft = fit(request, chat, seed or name, partial(build, request), least)
         prompt, special = wrap(request, draft.text, draft.prefix, chat=chat)
         text = span_of(prompt, draft.context) if draft.context else None
         return replace(request, prompt=prompt, answer=draft.answer, special=special, depth=draft.depth, text=text)
 
-    return Task(name, make, metric, max_new_tokens, haystack, **more)
+    return Task(name, make, metric, max_new_tokens, haystack, begins_alike=begins_alike)
 
 
 def random_uuid(rng: random.Random) -> str:
@@ -237,8 +236,10 @@ def niah_task(niah: Niah, haystack: str, text: str | None) -> Task:
         answer = [value for key in asked for value in values[key]]
         return Draft(question, answer, round(depths[0], 4) if alone else None, prefix, context)
 
-    begins_alike = text is None and not niah.own_haystack
-    return synthetic_task(niah.name, build, "has_all", 128, haystack, begins_alike=begins_alike)
+    return synthetic_task(
+        niah.name, build, "has_all", 128, haystack, seed=f"{niah.name}:{haystack}",
+        begins_alike=text is None and not niah.own_haystack,
+    )  # fmt: skip
 
 
 def variable_tracking_task(haystack: str, text: str | None, hops: int = 4) -> Task:
@@ -254,7 +255,7 @@ def variable_tracking_task(haystack: str, text: str | None, hops: int = 4) -> Ta
         shown = f"{example.text} {example.prefix} {' '.join(example.answer)}\n\n"
         return Draft(shown + task.text, task.answer, None, task.prefix)
 
-    return synthetic_task("ruler.vt", build, "has_all", 30, haystack)
+    return synthetic_task("ruler.vt", build, "has_all", 30, haystack, seed=f"ruler.vt:{haystack}")
 
 
 def _common_words(request: Example, rng: random.Random, n: int) -> Draft:
@@ -363,8 +364,6 @@ def _word_list(rng: random.Random, words: Sequence[str], often: int, seldom: int
     return Draft(text.format(context=context), common, None, prefix)
 
 
-OVER_HAYSTACKS = {"ruler.vt", *(niah.name for niah in NIAHS)}
-"""Tasks whose random numbers depend on the haystack's name."""
 STANDALONE_TASKS: dict[str, Task] = {
     task.name: task
     for task in (
