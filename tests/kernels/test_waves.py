@@ -1,5 +1,5 @@
-"""Programs of a decoded token's launches run at once on a card, by the registers of the committed table. The numbers of a card are
-NVIDIA's (CUDA C++ Programming Guide, technical specifications)."""
+"""Programs of a decoded token's launches run at once on a card, by the registers of the committed table. The numbers of a card
+are NVIDIA's (CUDA C++ Programming Guide, technical specifications)."""
 
 from __future__ import annotations
 
