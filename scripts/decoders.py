@@ -161,7 +161,7 @@ def page(records: Sequence[Record], version: str) -> str:
         INTRODUCTION.format(version=version),
         f"Of {len(of_text)} decoders of text: " + ", ".join(f"{name} {n}" for name, n in counts.items()) + ".",
         "## What works",
-        _table([r for r in built if any(state(r, checks)[0] == "exact" for checks in GROUPS.values())]),
+        _works([r for r in built if any(state(r, checks)[0] == "exact" for checks in GROUPS.values())]),
         "## What is refused, and why",
         _sentences(built, ("refused",)) or "None.",
     ]
@@ -172,13 +172,14 @@ def page(records: Sequence[Record], version: str) -> str:
     return "\n\n".join(text) + "\n"
 
 
-def _table(records: Sequence[Record]) -> str:
+def _works(records: Sequence[Record]) -> str:
+    """The models whose checks are all right, and a table of the others."""
     words = {"exact": "yes", "refused": "no", **dict.fromkeys(BAD, "**not right**")}
-    lines = [
-        [f"`{one['name']}`", f"`{one['class']}`", *(words[state(one, checks)[0]] for checks in GROUPS.values())]
-        for one in records
-    ]
-    return Table(["model", "class", *GROUPS], lines).markdown().rstrip() if records else "None."
+    cells = {r["name"]: [words[state(r, checks)[0]] for checks in GROUPS.values()] for r in records}
+    whole = [f"`{name}`" for name, row in cells.items() if set(row) == {"yes"}]
+    some = [[f"`{name}`", *row] for name, row in cells.items() if set(row) != {"yes"}]
+    text = [f"All of it: {', '.join(whole)}."] if whole else []
+    return "\n\n".join([*text, Table(["model", *GROUPS], some).markdown().rstrip()] if some else text) or "None."
 
 
 def _sentences(records: Sequence[Record], kinds: Sequence[str]) -> str:
