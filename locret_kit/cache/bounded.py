@@ -287,7 +287,7 @@ class BoundedCache(StatefulCache):
         if EVIDENCE not in self.context.statistics:
             return None
         whole = [rows for rows in self.bounded if rows.statistics and rows.is_initialized]
-        total = torch.zeros(self.get_seq_length(), device=self.context.model.device)
+        total = torch.zeros(self.get_seq_length(), dtype=torch.float32, device=self.context.model.device)
         number = self.context.statistics.index(EVIDENCE)
         for rows in whole[len(whole) // 2 :]:
             sums_HS, at_HS = rows.slots("stats")[number, 0], rows.slots("positions")[0].long()

@@ -110,11 +110,11 @@ def test_sessions_and_questions_over_the_border_equal_fresh_runs(policy, positio
     def answered(prompts, settings=own, **given):
         requests = ask_together(engine, *prompts, **given)
         for one in requests:
-            assert one.sequence.tokens == fresh(one.ids, settings)
+            assert one.sequence.tokens == fresh(one.prompt.ids, settings)
         return requests
 
     def continued(request, length):
-        return request.ids + array("i", request.sequence.tokens + tokens(length))
+        return request.prompt.ids + array("i", request.sequence.tokens + tokens(length))
 
     try:
         said = answered([array("i", tokens(length)) for length in (200, 230)])
@@ -124,5 +124,5 @@ def test_sessions_and_questions_over_the_border_equal_fresh_runs(policy, positio
         [later] = answered([continued(questions[0], 90)], documents, **about)
     finally:
         engine.stop()
-    read = [(len(one.ids) > LATE, one.cached_tokens > 0) for one in (*turns, *questions, later)]
+    read = [(len(one.prompt.ids) > LATE, one.cached_tokens > 0) for one in (*turns, *questions, later)]
     assert read == [(False, True), (True, False)] * 2 + [(True, False)]

@@ -88,7 +88,7 @@ def test_cache_bytes_are_those_of_the_cache(policy, family, bits):
         prefill(model, [1 + i % 90 for i in range(150)], kept)
     holders = [one for layer in kept.layers for one in (layer, layer.layout, layer.codec)]
     tensors = {id(x): x for one in holders for x in vars(one).values() if isinstance(x, torch.Tensor)}
-    held = sum(x.numel() * x.element_size() for x in tensors.values()) + kept.scratch.nbytes
+    held = sum(x.numel() * x.element_size() for x in tensors.values()) + kept.state.scratch.nbytes
     plain = setting_of(150, 64, 48, "float32", policy=parse_policy(policy), stabilizers=8, local_len=8)
     spec = spec_of(model.config)
     assert held == kept.nbytes == p.cache_bytes(spec, changed(plain, kv_bits=bits)) < 2 * p.cache_bytes(spec, plain)

@@ -50,7 +50,7 @@ class Tokens:
     def __init__(self, ids: Sequence[int] = ()) -> None:
         self.ids = list(ids)
 
-    def fork(self, prompt_length: int) -> Tokens:
+    def fork(self, prompt_length: int, **changes: object) -> Tokens:
         return Tokens(self.ids)
 
     def get_seq_length(self) -> int:
@@ -225,7 +225,7 @@ def test_every_kind_of_task_and_length(heads, tmp_path, kind):
 def test_a_fork_that_is_refused_is_a_fresh_run_and_any_other_error_is_no_refusal(heads, tmp_path, monkeypatch, error):
     refused, fresh = [], error is CannotFork
 
-    def fork(cache, prompt_length=None):
+    def fork(cache, prompt_length=None, **changes):
         refused.append(prompt_length)
         raise error("a bug")
 
@@ -248,7 +248,7 @@ def test_out_of_memory_in_the_model_frees_everything_before_the_prompt_is_read_a
     )
     forks, freed, left = [], [], []
 
-    def forks_are_known(cache, prompt_length=None):
+    def forks_are_known(cache, prompt_length=None, **rest):
         forks.append(weakref.ref(made := fork(cache, prompt_length)))
         return made
 

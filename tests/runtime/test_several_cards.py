@@ -31,7 +31,7 @@ def spread_over_two(model) -> None:
 
 
 def run(policy: str, family: str, spread: bool, **rest):
-    model = tiny_model(family, num_hidden_layers=3)
+    model = tiny_model(family, num_hidden_layers=3).double()
     heads = None
     if "locret" in policy:
         torch.manual_seed(1)
@@ -55,7 +55,7 @@ def run(policy: str, family: str, spread: bool, **rest):
         assert heads is None or [head.fc1.weight.device for head in heads.layers] == [CUDA, CUDA, SECOND]
     inner = [x.inner if spread else x for x in made]
     kept = [[head.tolist() for head in cache.kept_positions(i)[0]] for i in range(3)]
-    return torch.stack([x.float() for x in inner]), kept
+    return torch.stack([x.double() for x in inner]), kept
 
 
 @pytest.mark.parametrize(
