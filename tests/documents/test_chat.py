@@ -108,7 +108,7 @@ def test_a_turn_or_a_retry_that_fails_leaves_nothing_behind(monkeypatch):
     list(chat.say("What is it?"))
     before = list(chat.ids), kept(chat.cache)
     interrupt(monkeypatch, chat.say("Who came in?"))
-    assert (list(chat.ids), kept(chat.cache)) == before and not chat.cache.unfinished
+    assert (list(chat.ids), kept(chat.cache)) == before and not chat.cache.state.unfinished
     answer = "".join(chat.say("Who came in?"))
     after = list(chat.ids), kept(chat.cache)
     interrupt(monkeypatch, chat.retry())
