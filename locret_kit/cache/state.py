@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import replace
 from functools import cache, partial
 
@@ -105,9 +105,13 @@ class TextState:
         """An independent copy: heads, policy and model are shared, all else is copied. ``memo``: see ``copy.deepcopy``."""
         own, options = self._context, self.options
         shared = (options, options.heads, options.policy, options.policy.merge, own and own.model, own and own.folded)
-        memo = {} if memo is None else memo
-        memo.update({id(one): one for one in shared})
-        return deepcopy(self, memo)
+        memo, new = {} if memo is None else memo, copy(self)
+        memo.update({id(one): one for one in shared} | {id(self): new})
+        for name, value in self.__dict__.items():
+            setattr(new, name, deepcopy(value, memo))
+        return new
+
+    __deepcopy__ = copy
 
     def take_over(self, other: TextState, share: tuple[int, int] = (0, 1)) -> None:
         """Become a copy of another text's rows, or of a share of its key/value heads: the first of two is ``(0, 2)``."""
