@@ -249,7 +249,7 @@ def test_out_of_memory_in_the_model_frees_everything_before_the_prompt_is_read_a
     forks, freed, left = [], [], []
 
     def forks_are_known(cache, prompt_length=None, **rest):
-        forks.append(weakref.ref(made := fork(cache, prompt_length)))
+        forks.append(weakref.ref(made := fork(cache, prompt_length, **rest)))
         return made
 
     def made_anew(cache, *given, **rest):

@@ -305,7 +305,7 @@ def test_a_fault_of_the_engine_ends_everybody_and_health_says_so(monkeypatch, ca
 
 def test_documents_deleted_while_they_are_read_or_asked(url, engine, server, monkeypatch):
     for begun in (False, True):
-        document = upload(url, "a.txt", text_of(1500).encode()).json()
+        document = upload(url, "a.txt", text_of(1000).encode()).json()
         held = server.documents[document["id"]]
         until(lambda held=held, begun=begun: held.read or held.document or not begun)
         assert deleted(url, document)
