@@ -92,7 +92,7 @@ const recall = () => {
   recalled = true;
   try {
     const { chosen: before, talks } = JSON.parse(sessionStorage.getItem(TALKS) ?? "{}");
-    for (const [id, talk] of talks ?? []) if (id === "" || documents.has(id)) conversations.set(id, talk);
+    for (const [id, talk] of talks ?? []) if (documents.has(id) && !conversations.get(id)?.length) conversations.set(id, talk);
     if (documents.get(before)?.status === "ready") return before;
   } catch {
     sessionStorage.removeItem(TALKS);
@@ -551,9 +551,10 @@ const start = () => attempt(async () => {
   }
   notice();
   const { data } = await (await call("/v1/models")).json();
-  $("model").textContent = data[0]?.id ?? "";
   await refresh();
-  choose(recall());
+  const before = recall();
+  if (!running) choose(before); // a question may have been asked meanwhile
+  $("model").textContent = data[0]?.id ?? "";
 });
 
 documents.set("", { id: "", title: "No document" });

@@ -336,10 +336,10 @@ def test_uploads_at_once_never_pass_the_limit(url, server):
 
 
 def test_uploads_that_fail_hold_no_place_and_losses_are_told(url, server, monkeypatch):
-    monkeypatch.setattr(server, "limits", replace(LIMITS, documents=1))
-    for number in range(2):  # each stays listed
+    monkeypatch.setattr(server, "limits", replace(LIMITS, documents=2))
+    for number in range(3):  # each stays listed
         assert uploaded(url, f"{number}.rtf", b"{\\rtf1 x}")["error"].endswith("save it as .docx")
-    assert len(server.documents) == 2
+    assert len(server.documents) == 3
     assert "\nlocret_documents 0.0\n" in httpx.get(f"{url}/metrics", headers=bearer()).text
     two = [("file", (name, b"The boats came in.")) for name in ("a.txt", "b.txt")]  # one would be lost, and nobody told
     refused = httpx.post(f"{url}/v1/documents", files=two, headers=bearer())

@@ -52,7 +52,7 @@ def tab(url, tmp_path_factory):
 
 def opened(tab, url: str) -> None:
     """Open the page without earlier conversations, and wait until it knows the server."""
-    tab.evaluate("sessionStorage.removeItem('locret-conversations')")
+    tab.evaluate("location.protocol === 'http:' && sessionStorage.removeItem('locret-conversations')")
     tab.open(url)
     tab.wait("document.querySelector('#model').textContent === 'tiny'")
 
