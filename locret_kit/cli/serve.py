@@ -85,7 +85,7 @@ def run(args: ServeOptions) -> int:
     with listen(args.host, args.port) as listener:
         host = f"[{args.host}]" if ":" in args.host else args.host
         print(f"http://{host}:{listener.getsockname()[1]}", file=sys.stderr, flush=True)
-        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
         config = uvicorn.Config(  # uvicorn's own log_config would close the handlers of others
             loading, http=HeaderTimeout, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False,
             timeout_graceful_shutdown=math.ceil(args.grace) + LAST,
