@@ -111,7 +111,9 @@ def _passage(
     cut = ends[-1] if ends else max(0, len(before) - GROWTH) if len(before) > GROWTH else 0
     rest = _END.search(after, 0, GROWTH)
     text = before[cut:] + inside + after[: rest.start() if rest else GROWTH]
-    above = before[:cut] + text[: len(text) - len(text.lstrip())]
+    heading = _HEADING.match(text.lstrip())  # the beginning of a file, in a folder's text
+    skipped = len(text) - len(text.lstrip()) + (heading.end() + 1 if heading else 0)
+    above, text = before[:cut] + text[:skipped], text[skipped:]
     headings = [*_HEADING.finditer(above)]
     line = above.count("\n", headings[-1].end() if headings else 0) + (not headings)
     return Passage(text.strip(), line, share, headings[-1]["path"] if headings else "")

@@ -77,6 +77,11 @@ def test_passages_are_lines_of_files(tmp_path):
     first, last = found.text.splitlines()[0], found.text.splitlines()[-1]
     assert first in lines and last in lines  # whole lines
     assert found.line == lines.index(first) + 1
+    received[:] = 0
+    heading = len(before) + len(tokenizer(text[: text.rindex("# File")], add_special_tokens=False).input_ids)
+    received[heading] = received[heading + WINDOW - 1] = 1  # one window alone has both
+    (found,) = passages(tokenizer, before + ids, received, len(before), len(before) + len(ids))
+    assert (found.file, found.line) == ("sub/b.py", 1) and found.text.startswith(lines[0])
 
 
 def test_no_text_no_evidence(tmp_path):
