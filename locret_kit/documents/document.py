@@ -176,7 +176,7 @@ class Document:
     @property
     def span(self) -> tuple[int, int]:
         """Tokens ``[start, end)`` of the text alone, without the chat template's before it."""
-        return DocumentText.begin(self.tokenizer, self.chat_template).tokens, self.tokens
+        return self.text.start, self.tokens
 
     @property
     def ids(self) -> array[int]:

@@ -69,6 +69,13 @@ class DocumentText:
         return self.unknown + len(self.stream.finish())
 
     @property
+    def start(self) -> int:
+        """Number of the template's tokens before the text."""
+        stream = open_stream(self.tokenizer, self.chat)
+        stream.feed(self.before)
+        return len(stream.finish())
+
+    @property
     def ids(self) -> array[int]:
         """Token ids; zeros for unknown ids."""
         return self.ids_before("")

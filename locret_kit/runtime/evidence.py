@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..cache.bounded import BoundedCache
 from ..text.folder import HEADING
+from ..text.tokens import token_texts
 
 WINDOW = 48
 """Tokens of a passage, before it grows to whole sentences or lines."""
@@ -70,8 +73,10 @@ class EvidenceSearch:
             read = len(received) > len(before)
             self.received = received[: len(self.ids)] - (before if read else 0)
 
+    @cached_property
     def passages(self) -> list[Passage]:
-        """Up to three passages, the one that received most first; none where attention is not known."""
+        """Up to three passages, the one that received most first; none where attention is not known. The whole text is decoded
+        for it, once."""
         return [] if self.received is None else passages(self.tokenizer, self.ids, self.received, *self.text)
 
 
@@ -88,32 +93,28 @@ def passages(
     weights[: max(0, 4 - start)] = 0  # the prompt's first tokens take attention that nothing else wants
     if not len(weights) or not (whole := float(weights.sum())):
         return []
-    size = min(WINDOW, len(weights))
-    sums, chosen = weights.unfold(0, size, 1).sum(-1), list[tuple[int, float]]()
+    size, texts = min(WINDOW, len(weights)), token_texts(tokenizer, ids[start:end])
+    sums, found = weights.unfold(0, size, 1).sum(-1), list[Passage]()
     for _ in range(most):
         first = int(sums.argmax())
-        if sums[first] <= 0:
+        share = float(sums[first]) / whole
+        if share <= 0:
             break
-        chosen.append((first, float(sums[first]) / whole))
+        before, inside, after = ("".join(texts[a:b]) for a, b in pairwise((0, first, first + size, None)))
+        found.append(_passage(before, inside, after, share))
         sums[max(0, first - size + 1) : first + size] = 0
-    return [_passage(tokenizer, ids, start + first, start + first + size, start, end, share) for first, share in chosen]
+    return found
 
 
-def _passage(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], first: int, last: int, start: int, end: int, share: float
-) -> Passage:
-    """Tokens ``[first, last)`` with what completes their sentences or lines, in the text ``[start, end)``."""
-    before, inside, after = (
-        str(tokenizer.decode(list(ids[a:b]), clean_up_tokenization_spaces=False))
-        for a, b in ((start, first), (first, last), (last, min(end, last + GROWTH)))
-    )
+def _passage(before: str, inside: str, after: str, share: float) -> Passage:
+    """A part of a text, between two others, with what completes its sentences or lines."""
     ends = [match.end() for match in _END.finditer(before, max(0, len(before) - GROWTH))]
-    cut = ends[-1] if ends else max(0, len(before) - GROWTH) if len(before) > GROWTH else 0
+    cut = ends[-1] if ends else max(0, len(before) - GROWTH)
     rest = _END.search(after, 0, GROWTH)
     text = before[cut:] + inside + after[: rest.start() if rest else GROWTH]
     heading = _HEADING.match(text.lstrip())  # the beginning of a file, in a folder's text
     skipped = len(text) - len(text.lstrip()) + (heading.end() + 1 if heading else 0)
-    above, text = before[:cut] + text[:skipped], text[skipped:]
+    above = before[:cut] + text[:skipped]
     headings = [*_HEADING.finditer(above)]
     line = above.count("\n", headings[-1].end() if headings else 0) + (not headings)
-    return Passage(text.strip(), line, share, headings[-1]["path"] if headings else "")
+    return Passage(text[skipped:].strip(), line, share, headings[-1]["path"] if headings else "")

@@ -218,7 +218,7 @@ class Answer:
         """Up to three passages of the text that the answer's tokens attended to most, the highest share first; reads the
         answer to its end. Empty without ``search``, and where the cache does not sum attention up (``BoundedCache.fork``)."""
         str(self)
-        return [] if self._search is None else self._search.passages()
+        return [] if self._search is None else self._search.passages
 
     def _write(
         self, engine: Engine, request: Request, text: TextStream, progress: Callable[[int, int], None] | None

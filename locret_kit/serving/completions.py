@@ -48,7 +48,7 @@ class TextReply(Reply):
         known = tokens is not None and answer.request.spec.top_logprobs is not None
         logprobs = logprobs_of(answer.engine.tokenizer, tokens or (), chat=self.chat) if known else None
         search = answer.request.search if reason is not None else None
-        evidence = {} if search is None else {"evidence": [asdict(passage) for passage in search.passages()]}
+        evidence = {} if search is None else {"evidence": [asdict(passage) for passage in search.passages]}
         return {"index": index, **said, "finish_reason": reason, "logprobs": logprobs, **evidence}
 
     async def values(self) -> AsyncIterator[JsonObject]:
@@ -70,6 +70,8 @@ class TextReply(Reply):
                 for delta in [delta_of(one, answer.reader.calls) for one in events] or empty:
                     yield event(index, delta, tokens)
                     tokens = None
+            if (search := answer.request.search) is not None:  # a long text takes a while to decode
+                await asyncio.to_thread(getattr, search, "passages")
             yield event(index, {}, None, answer.reason)
         if counts:
             yield {**self.head, "object": self.chunk, "choices": [], "usage": usage(self.answers, self.asked.n)}
