@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
@@ -82,7 +83,7 @@ class StepState(NamedTuple):
     """Tokens until rows are cut."""
 
 
-class StepGraphs(Generic[F]):
+class StepGraphs(ABC, Generic[F]):
     """Forms of a step that makes ``tokens`` new tokens of one text, or one of each of several. A form runs uncaptured at first,
     is then captured, and replayed from then on. Texts are cut between two steps, and the host's counts follow every step, so any
     other forward may come in between.
@@ -137,13 +138,13 @@ class StepGraphs(Generic[F]):
             text.state.unfinished = False
         return logits_NV
 
+    @abstractmethod
     def _write(self, caches: Sequence[BoundedCache], tokens: Sequence[int] | Tensor) -> F:
         """Bring tokens and places of the next step to the device; its form, all that tells it from others."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _step(self, form: F, caches: Sequence[BoundedCache]) -> Tensor:
         """The captured step: logits ``[N, V]`` (float32). Of the host only the form may matter."""
-        raise NotImplementedError
 
     def _with_room(self, cache: BoundedCache) -> StepState:
         """A text as it stands, with room for its new tokens in every layer."""
