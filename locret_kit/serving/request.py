@@ -306,6 +306,11 @@ class Counters(SimpleNamespace):
         self.evictions += max(0, request.evictions - sequence.evictions_before)
         if request.purpose == "prefix":
             return
+        if request.purpose == "answer":
+            LOG.info(
+                "answer: %d tokens of prompt (%d cached), %d written, %.2fs, end: %s", len(request.prompt.ids),
+                request.cached_tokens, len(sequence.written), time.perf_counter() - request.submitted, sequence.finish_reason,
+            )  # fmt: skip
         self.requests += 1
         self.cancelled += sequence.finish_reason == "cancelled"
         self.failed += sequence.finish_reason == "error"

@@ -78,6 +78,15 @@ def test_a_conversation_is_not_read_again(client):
     assert third.choices[0].message.content == expected(edited, max_new_tokens=6)
 
 
+def test_the_log_has_tokens_and_the_end(client, caplog):
+    caplog.set_level("INFO", "locret_kit.serving")
+    usage = client.chat.completions.create(model="tiny", messages=user(text_of(40)), temperature=0, max_tokens=3).usage
+    read, cached = usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
+    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("answer: ")]
+    assert line.startswith(f"answer: {read} tokens of prompt ({cached} cached), {usage.completion_tokens} written, ")
+    assert line.endswith("s, end: length")
+
+
 def test_many_at_once_are_each_right(url):
     asked = [user(text_of(20 + 15 * number, seed=number)) for number in range(8)]
     with ThreadPoolExecutor(8) as pool:
