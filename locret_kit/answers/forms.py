@@ -302,7 +302,7 @@ def example(form: CallForm, name: str, keys: Iterable[str]) -> str:
 
 
 def around_arguments(form: CallForm, name: str) -> tuple[list[str], str]:
-    """What is written before a call's arguments, each piece one of JSON's tokens, and after them."""
+    """Text before a call's arguments, each piece one of JSON's tokens, and text after them."""
     before, after = form.written[0].replace("{name}", name), form.written[-1]
     if not form.keys:
         return [before], after

@@ -48,7 +48,7 @@ class Event:
 
 
 class Wait(Exception):
-    """What is held may go on in more than one way, or nothing is."""
+    """The held text decides nothing yet: it is empty, or may go on in more than one way."""
 
 
 class Reader:

@@ -188,7 +188,7 @@ class Talk:
     asked: str = ""
     """The last message."""
     turns: int = 0
-    """How many turns were before it."""
+    """Number of turns before it."""
 
     def __post_init__(self) -> None:
         from ..documents.conversation import Chat

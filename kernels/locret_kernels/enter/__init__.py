@@ -33,7 +33,7 @@ class RowBuffers(NamedTuple):
     """Float32, and so are the statistics."""
     stats_XN: Tensor
     levels: Levels | None = None
-    """Of keys and values that are codes."""
+    """Steps and zero points, where keys and values are codes."""
 
 
 class HeadProduct(NamedTuple):

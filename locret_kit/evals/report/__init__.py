@@ -207,7 +207,7 @@ def figures(out: Path, rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
 
 
 def settings(rows: Sequence[Row]) -> Table:
-    """What the rows say of their run."""
+    """Settings of a run, as its rows name them."""
     good = [row for row in rows if not row.error]
     every = [{**vars(row), "date": row.date[:10], **row.versions} for row in good]
     names = dict.fromkeys([*SETTINGS, "backend", "device", "date", *(name for row in good for name in row.versions)])
