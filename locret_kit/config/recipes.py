@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,13 +11,13 @@ from pathlib import Path
 
 from ..backbones.gguf import bare_name
 from ..files import read_yaml
-from ..naming import nearest, show
+from ..naming import nearest
 from .schema import Command, UsageError, Values, assemble, given_by, refuse_removed, values_of
 from .train_options import TrainConfig
 
 AUTO = "auto"
 """The recipe of a model that is named without one."""
-CHOSEN = ("heads.d_hidden", "data.max_tokens", "data.batch")
+CHOSEN = ("heads.d_hidden", "data.max_tokens")
 """Keys that a recipe may let the device choose."""
 Choose = Callable[[Values, Sequence[str]], Values]
 """Makes values of keys from all others."""
@@ -56,50 +55,27 @@ def with_recipe(given: Values, choose: Choose | None = None) -> Values:
 
 
 def choose_for_device(values: Values, names: Sequence[str]) -> Values:
-    """Values for the device that training runs on; says on stderr which, and why.
+    """Values for the model and the device that training runs on; says on stderr which.
 
     Raises:
-        ValueError: no such model, or nothing that fits the device. FileNotFoundError: no configuration.
+        ValueError: no such model. FileNotFoundError: no configuration.
     """
-    import torch
-
-    from ..backbones.load import load_config, pick_device, pick_dtype
+    from ..backbones.load import load_config, pick_device
     from ..planning import fitting_settings as fitting
     from ..planning.inference_plan import BackboneSizes
 
     cfg = assemble(TrainConfig, values)
-    device = pick_device("cpu" if cfg.trainer.accelerator == "cpu" else None)
-    on_card = device.type == "cuda"
-    memory = torch.cuda.get_device_properties(device).total_memory if on_card else machine_memory()
     config = load_config(cfg.backbone.model, cfg.backbone.revision)
-    backbone = BackboneSizes.of(config)
-    dtype = str(pick_dtype(cfg.backbone.dtype, device)).removeprefix("torch.")
-    width = cfg.heads.d_hidden if "heads.d_hidden" in values else fitting.choose_width(backbone)
+    on_card = pick_device("cpu" if cfg.trainer.accelerator == "cpu" else None).type == "cuda"
     longest = fitting.LONGEST if on_card else fitting.LONGEST_ON_CPU
-    longest = min(longest, getattr(config, "max_position_embeddings", longest))
-    setting = fitting.TrainSetting(longest, dtype=dtype, d_hidden=width, weight_bits=cfg.backbone.weight_bits)
-    tokens = cfg.data.max_tokens if "data.max_tokens" in values else None
-    batch = cfg.data.batch if "data.batch" in values else None
-    step = fitting.choose_step(
-        backbone, setting, memory - fitting.RESERVE, tokens=tokens, batch=batch, samples=cfg.optim.accumulate
-    )
-    chosen: Values = dict(zip(CHOSEN, (width, step.tokens, step.batch), strict=True))
-    words = " ".join(f"{name}={chosen[name]}" for name in names)
-    where = torch.cuda.get_device_name(device) if on_card else "this CPU"
-    print(
-        f"{cfg.backbone.model} ({backbone.parameters / 1e9:.2f}e9 parameters, {dtype}) on {where} ({show(memory)}): chose "
-        f"{words}; a step is planned at {show(fitting.plan_training(backbone, step).peak)}",
-        file=sys.stderr,
-    )
-    return {name: chosen[name] for name in names}
-
-
-def machine_memory() -> int:
-    """Bytes of the memory of the machine, or of this container."""
-    from ..planning.fitting_settings import container_limit
-
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(whole, container_limit() or whole)
+    chosen: Values = {
+        "heads.d_hidden": fitting.choose_width(BackboneSizes.of(config)),
+        "data.max_tokens": min(longest, getattr(config, "max_position_embeddings", longest)),
+    }
+    chosen = {name: chosen[name] for name in names}
+    words = " ".join(f"{name}={value}" for name, value in chosen.items())
+    print(f"{cfg.backbone.model} on {'a GPU' if on_card else 'this CPU'}: chose {words}", file=sys.stderr)
+    return chosen
 
 
 MAIN = "backbone.model out data.sources data.max_tokens heads.d_hidden optim.steps optim.lr trainer.devices resume"

@@ -201,9 +201,9 @@ class TrainConfig:
       locret-train recipe=phi3-mini data.sources=[path/to/records.jsonl]
       locret-train model=Qwen/Qwen3-4B out=runs/qwen3-4b
 
-    model=NAME is backbone.model=NAME; without a recipe it takes recipe=auto, which chooses width, length and batch for the
-    device. Keys that are not given are the recipe's, then the defaults. An unknown key or recipe is an error that names the
-    nearest; --help all lists the keys.
+    model=NAME is backbone.model=NAME; without a recipe it takes recipe=auto, which chooses the width for the model and the
+    length for the device. Keys that are not given are the recipe's, then the defaults. An unknown key or recipe is an error
+    that names the nearest; --help all lists the keys.
     """
 
     recipe: str

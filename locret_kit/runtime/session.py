@@ -147,7 +147,7 @@ class Answer:
         first_token_s: seconds from the start to the first token. text, thought_text: the answer and its thought so far.
 
     Raises:
-        OutOfMemory: names the memory asked for, the free memory, and the settings that fit.
+        OutOfMemory: names the memory that was asked for, the budget and the chunk.
         ValueError: ``graph=True`` where it is not possible, and why; a prompt of another length than the cache's.
     """
 
@@ -174,7 +174,7 @@ class Answer:
         model = unwrapped(model)
         if not cache.get_seq_length() and cache.schedule.prompt_length not in (None, len(ids)):
             raise _other_length(cache, len(ids))
-        with explain_oom(model, cache, len(ids)):
+        with explain_oom(cache):
             cache.bind(model)
         if graph:
             Decoding(model, cache, graph)  # raises before minutes of prefill
@@ -224,7 +224,7 @@ class Answer:
         self, engine: Engine, request: Request, text: TextStream, progress: Callable[[int, int], None] | None
     ) -> Generator[str, None, None]:
         ids, cache, model = self.ids, self.cache, engine.model
-        with attached(model), explain_oom(model, cache, len(ids)):
+        with attached(model), explain_oom(cache):
             began, before = time.perf_counter(), cache.get_seq_length()
             sequence = engine.add(request, lambda: cache)
             _read(engine, sequence, cache, progress)

@@ -20,8 +20,7 @@ from plan_cases import NAMES, backbone, configuration, on_meta
 from planned import setting_of
 from tiny_models import tiny_model
 from tiny_tokenizer import TEXT, save_tiny_backbone
-from training_plans import LARGER, measured
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones import weights
@@ -34,7 +33,6 @@ from locret_kit.cli.train import main as train
 from locret_kit.config.eval_options import load_eval_config
 from locret_kit.config.recipes import load_config
 from locret_kit.planning import inference_plan as p
-from locret_kit.planning.fitting_settings import TrainSetting, plan_training
 from locret_kit.planning.inference_plan import BackboneSizes
 from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.session import prefill
@@ -87,7 +85,6 @@ def test_the_bytes_of_a_backbone(family, bits, tmp_path):
     held = stored(tensor for weight in model.parameters() for tensor in tensors_of(weight))
     setting = setting_of(99, 16, 8, weight_bits=bits)
     assert held == p.plan_inference(BackboneSizes.of(model.config), setting).weights
-    assert held == plan_training(BackboneSizes.of(model.config), TrainSetting(99, weight_bits=bits)).weights
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -107,21 +104,6 @@ def test_scratch_is_planned():
     assert four["mlp"] - plain["mlp"] == hidden * wide * (2 + 2 * 4 / 64) - rows * wide * 2
     assert eight["mlp"] - plain["mlp"] == rows * (hidden + wide * (4 + 2)) - rows * wide * 2
     assert "project" not in plain and eight["project"] < four["project"]
-
-
-def test_the_peak_of_a_step_with_4_bits(tmp_path):
-    """Whole steps on a CPU, whose kernels dequantise a matrix as a GPU's do for many tokens."""
-    config = AutoConfig.for_model("phi3", vocab_size=97, max_position_embeddings=2048, pad_token_id=0, **LARGER)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    model = quantised(tmp_path, 4, torch.float32)
-    for module in model.modules():
-        if isinstance(module, bnb.nn.Linear4bit):
-            module.support_avx512bf16_for_cpu = False  # such a CPU has a kernel of its own, and a layout for it
-    held = stored(tensor for weight in model.parameters() for tensor in tensors_of(weight))
-    setting = TrainSetting(192, 32, 1, "float32", 32, weight_bits=4)
-    step = plan_training(BackboneSizes.of(config), setting)
-    assert max(step.phases, key=step.phases.__getitem__) == "mlp" and step.weights == held
-    assert step.peak == pytest.approx(held + measured(config, setting, model)[0], rel=0.02)
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import product
 
 import pytest
@@ -13,15 +12,11 @@ from planned import changed, setting_of
 from tiny_models import FAMILIES, tiny_model
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
-from locret_kit.backbones.probe import describe
-from locret_kit.backbones.spec import decoder_of, spec_of
-from locret_kit.cis import cis_loss
+from locret_kit.backbones.spec import spec_of
 from locret_kit.planning import inference_plan as p
-from locret_kit.planning.fitting_settings import TrainSetting, plan_training
 from locret_kit.planning.inference_plan import BackboneSizes
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import prefill
-from locret_kit.training.module import Observed, Observer
 
 GIB = 2**30
 
@@ -137,21 +132,3 @@ def test_peak_of_prefill(name, policy, budget, chunk, context, bits, monkeypatch
     own = 0 if heads is None else nbytes(heads) + 2 * folded * 1024 * config.hidden_size * 2
     assert (plan.weights, plan.heads, plan.cache) == (nbytes(model), own, kept.nbytes)
     assert plan.cache + plan.workspace == pytest.approx(live.peak, rel=0.03)
-
-
-@pytest.mark.parametrize(("name", "tokens", "answer"), [("phi3-mini", 10240, 200), ("llama3.1-8b", 10240, 64)])
-def test_peak_of_a_training_step(name, tokens, answer):
-    config = configuration(name, layers=2)
-    model, heads = on_meta(config), heads_on_meta(config, 1024, torch.float32)
-    loss = dict(smoothing=0.0025, top_weight=20.0)
-    with FusedAttention(), LiveBytes() as live:
-        observer = Observer(
-            heads, describe(model).ropes(model, tokens), spec_of(config).layers, ((tokens - answer, tokens),),
-            kind="log_prob", lead=1, loss=partial(cis_loss, **loss), backward=torch.Tensor.backward,
-        )  # fmt: skip
-        ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-        with attach(model) as attached, torch.no_grad(), attached.handled_by(Observed([observer], [tokens])):
-            decoder_of(model)(input_ids=ids, use_cache=False)
-    plan = plan_training(BackboneSizes.of(config), TrainSetting(tokens, answer))
-    assert plan.heads == 4 * nbytes(heads), "weights, gradients and two moments"
-    assert plan.workspace + nbytes(heads) == pytest.approx(live.peak, rel=0.03)
