@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import os
+import sys
 import timeit
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -21,7 +22,8 @@ import torch
 import triton
 from torch.utils._pytree import tree_leaves
 
-from locret_kernels.cases import Case, Shape, cases
+sys.path.append(str(Path(__file__).parent))
+from kernel_cases import Case, Shape, cases
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

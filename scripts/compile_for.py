@@ -2,7 +2,7 @@
 
     TRITON_CACHE_DIR=.triton python scripts/compile_for.py [--arch 90] [--model phi3-mini llama3.1-8b]
 
-Launches are those of a chunk and a decoded token of the model, and of ``cases.py`` at its heads, on PyTorch's meta device. A
+Launches are those of a chunk and a decoded token of the model, and of ``kernel_cases.py`` at its heads, on the meta device. A
 launch on the card finds its kernel where Triton has the same release, and its arguments have the same types and divisors.
 """
 
@@ -21,11 +21,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from locret_kernels import common
-from locret_kernels.cases import cases
 
 sys.path.append(str(Path(__file__).parent))
 import bench
 import launches
+from kernel_cases import cases
 
 Launch = tuple[triton.runtime.JITFunction[object], tuple[object, ...], dict[str, object]]
 """Kernel, arguments and constants."""

@@ -19,10 +19,10 @@ from unittest import mock
 
 import bench
 import torch
+from kernel_cases import Shape, cases
 from transformers import AutoModelForCausalLM, DynamicCache
 from triton.errors import TritonError
 
-from locret_kernels.cases import Shape, cases
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.load import freeze

@@ -28,7 +28,6 @@ import torch
 import transformers
 from transformers import AutoConfig, PretrainedConfig
 
-from locret_kernels.cases import Shape
 from locret_kernels.provenance import origin
 from locret_kit.backbones.load import pick_device
 from locret_kit.naming import first_line, parse_bytes
@@ -41,6 +40,7 @@ import bench  # noqa: E402
 import end_to_end as e2e  # noqa: E402
 import launches  # noqa: E402
 import targets  # noqa: E402
+from kernel_cases import Shape  # noqa: E402
 from targets import CAP, TOKENS  # noqa: E402
 
 PARTS = ("prefill", "decode", "peers", "full", "ops")

@@ -17,7 +17,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "kernels" / "benchmarks"
 TABLE = BENCHMARKS / "compile_table.csv"
 
 
-check = load_script("kernels/benchmarks/compile_check.py")
+check = load_script("scripts/compile_check.py")
 SPILLS = {
     ("3.6.0", "column_max", 120),  # its assembler stops at 128 registers, though 255 are allowed
     ("3.6.0", "enter_rows", 120),  # so too: of a chunk in 8 bits
@@ -38,7 +38,7 @@ EVERY = 23
 def test_compilations_within_the_table():
     """A process of its own, since other tests interpret the kernels."""
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(BENCHMARKS / "compile_check.py"), "--every", str(EVERY), "--against", str(TABLE)]
+    command = [sys.executable, check.__file__, "--every", str(EVERY), "--against", str(TABLE)]
     run = subprocess.run(command, capture_output=True, text=True, env=clean)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     assert re.findall(r"(\d+) compilations, 0 problems", run.stdout) == [str(592 // EVERY)]

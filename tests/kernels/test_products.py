@@ -12,11 +12,12 @@ import gguf
 import pytest
 import torch
 from gguf.quants import dequantize
+from scripts_loaded import load_script
 
 from locret_kernels import cpp
-from locret_kernels.cases import packed_matrix
 from locret_kernels.product import FORMATS, cpu, format_of, product, unpack
 
+packed_matrix = load_script("scripts/kernel_cases.py").packed_matrix
 pytestmark = pytest.mark.usefixtures("poisoned")
 EACH = pytest.mark.parametrize("form", FORMATS)
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import re
 from math import ceil, prod
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from interpreted import KERNELS, common, random
-from scripts_loaded import load_script
+from scripts_loaded import ROOT, load_script
 
 from locret_kernels.enter import HeadProduct, RowBuffers
 from locret_kernels.ragged_decode import Spans
 
-check = load_script("kernels/benchmarks/compile_check.py")
-TABLE = check.read(Path(check.__file__).with_name("compile_table.csv"))
+check = load_script("scripts/compile_check.py")
+TABLE = check.read(ROOT / "kernels" / "benchmarks" / "compile_table.csv")
 MULTIPROCESSORS, REGISTERS = 132, 65536
 
 

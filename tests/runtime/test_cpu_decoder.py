@@ -9,10 +9,10 @@ import pytest
 import torch
 from decoder_runs import alike, decoded, same
 from policy_runs import LENGTH, SMALL, backbone, heads_of, held, make, tokens
+from scripts_loaded import load_script
 from tiny_models import tiny_model
 
 from locret_kernels import cpp
-from locret_kernels.cases import packed_matrix
 from locret_kernels.decoder_step import Bf16Copies
 from locret_kernels.product import FORMATS
 from locret_kit import BoundedCache, attach
@@ -22,6 +22,7 @@ from locret_kit.runtime.drivers.cpu import CpuDriver, cpu_driver
 from locret_kit.runtime.engine import Engine, Request
 from locret_kit.runtime.session import Sampling, decode, prefill
 
+packed_matrix = load_script("scripts/kernel_cases.py").packed_matrix
 WIDE = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, attention_bias=True)
 """Sizes of which blocks of 256 are multiples."""
 SOME = ["locret", "h2o", "roco", "ada-locret", "snapkv(6,3)", "tova", "scissorhands", "random", "lookahead-locret"]

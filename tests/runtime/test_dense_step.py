@@ -9,11 +9,11 @@ import pytest
 import torch
 from decoder_runs import same
 from policy_runs import LENGTH, make, tokens
+from scripts_loaded import load_script
 from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)
 from tiny_models import tiny_model
 from torch import nn
 
-from locret_kernels.cases import packed_matrix
 from locret_kernels.decoder_step import RowProducts, composed
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads
 from locret_kit.backbones.gguf.gguf_model import PackedLinear
@@ -26,6 +26,7 @@ from locret_kit.runtime.drivers.dense import APART, DenseStep
 from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.drivers.texts import TextsDriver
 
+packed_matrix = load_script("scripts/kernel_cases.py").packed_matrix
 pytestmark = pytest.mark.usefixtures("on_the_reference")
 FAMILIES = [
     "llama",

@@ -1,9 +1,9 @@
 """Compile every kernel for cards that are not here, and print what each takes.
 
-    python kernels/benchmarks/compile_check.py [--arch 80 89 90 120] [--head-size 64 96 128 256] [--every N] [--csv FILE]
+    python scripts/compile_check.py [--arch 80 89 90 120] [--head-size 64 96 128 256] [--every N] [--csv FILE]
                                                [--kernel NAME ...] [--against FILE]
 
-The cases of ``locret_kernels/cases.py`` run on meta tensors. Where a kernel would be launched, Triton compiles it for the same
+The cases of ``kernel_cases.py`` run on meta tensors. Where a kernel would be launched, Triton compiles it for the same
 arguments. A kernel above its card's shared memory fails, and so does one that spills. ``--against`` also fails where a row takes
 more shared memory, spills more or takes over 10% more registers than the table's row of the same Triton. A kernel or a Triton
 that the table lacks is checked against the card's limits alone; a line reports such a Triton. ``--csv`` replaces the rows of
@@ -29,7 +29,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import mangle_type
 
 from locret_kernels import common
-from locret_kernels.cases import Shape, cases
+
+sys.path.append(str(Path(__file__).parent))
+from kernel_cases import Shape, cases
 
 LIMIT_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 """Shared memory that one program may take, by compute capability (CUDA C++ Programming Guide, table of capabilities)."""

@@ -1,5 +1,5 @@
-"""Example calls of every operation, at the sizes of a prefill: one table for the timings and their gate
-(``scripts/bench.py``) and for the compilations (``benchmarks/compile_check.py``)."""
+"""Example calls of every operation of the kernels, at the sizes of a prefill: one table for the timings and their gate
+(``bench.py``) and for the compilations (``compile_check.py``)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from math import log
 
 import torch
 
-from . import backend
-from .column_stats import STATISTICS
-from .decoder_step import RowProducts
-from .enter import HeadProduct, Levels, RowBuffers
-from .product import FORMATS, format_of
-from .quantise import CHANNELS
-from .ragged_decode import Angles, ByteRows, PackedRows, Rotation, Spans, angle_steps
-from .sparse_attend import Blocks
+from locret_kernels import backend
+from locret_kernels.column_stats import STATISTICS
+from locret_kernels.decoder_step import RowProducts
+from locret_kernels.enter import HeadProduct, Levels, RowBuffers
+from locret_kernels.product import FORMATS, format_of
+from locret_kernels.quantise import CHANNELS
+from locret_kernels.ragged_decode import Angles, ByteRows, PackedRows, Rotation, Spans, angle_steps
+from locret_kernels.sparse_attend import Blocks
 
 
 @dataclass(frozen=True)
