@@ -268,9 +268,8 @@ class Eviction(NamedTuple):
     """Whether this is the eviction before the tail, which protects no newest slots."""
 
 
-def make_room(ctx: Context, layers: Iterable[BoundedLayer], tokens: int, seen: int | Tensor | None = None) -> None:
-    """Make room before a block is appended: windowed layers drop rows that no query can see, and full layers evict.
-    ``seen``: None, a number or a tensor of shape []."""
+def make_room(ctx: Context, layers: Iterable[BoundedLayer], tokens: int) -> None:
+    """Make room before a block is appended: windowed layers drop rows that no query can see, and full layers evict."""
     cuts = []
     for rows in layers:
         due = ctx.due(rows, tokens)
@@ -281,14 +280,14 @@ def make_room(ctx: Context, layers: Iterable[BoundedLayer], tokens: int, seen: i
             rows.drop_oldest(due.evict_before)
         else:
             cuts.append(Eviction(rows, due.evict_before))
-    evict(ctx, cuts, seen)
+    evict(ctx, cuts)
 
 
-def evict_if_due(ctx: Context, layers: Iterable[BoundedLayer], seen: int | Tensor | None = None) -> None:
-    """Evict at a boundary of the schedule. ``seen``: None, a number or a tensor of shape []."""
+def evict_if_due(ctx: Context, layers: Iterable[BoundedLayer]) -> None:
+    """Evict at a boundary of the schedule."""
     dues = ((rows, ctx.due(rows, 0)) for rows in layers)
     cuts = [Eviction(rows, due.evict_after, due.final) for rows, due in dues if due.evict_after is not None]
-    evict(ctx, cuts, seen)
+    evict(ctx, cuts)
 
 
 def evict_or_wait(ctx: Context, rows: BoundedLayer, due: Due, waiting: list[Eviction] | None = None) -> None:
@@ -307,11 +306,8 @@ def evicts_together(ctx: Context, rows: BoundedLayer) -> bool:
     return plain and ctx.backend.launches and ctx.policy.ranks
 
 
-def evict(ctx: Context, cuts: Iterable[Eviction], seen: int | Tensor | None = None) -> None:
-    """Cut layers, with one choice of slots for all layers that may go together and have heads of one length.
-
-    ``seen`` is the text's length as a tensor of shape [] on the device, where the host's must not be read.
-    """
+def evict(ctx: Context, cuts: Iterable[Eviction]) -> None:
+    """Cut layers, with one choice of slots for all layers that may go together and have heads of one length."""
     alike: dict[Hashable, list[Eviction]] = {}
     for cut in cuts:
         rows = cut.rows
@@ -319,14 +315,14 @@ def evict(ctx: Context, cuts: Iterable[Eviction], seen: int | Tensor | None = No
             key = (rows.rows, rows.layout.H, rows.device) if evicts_together(ctx, rows) else rows.number
             alike.setdefault((key, cut.keep, cut.final), []).append(cut)
     for same in alike.values():
-        _evict(ctx, same, seen)
+        _evict(ctx, same)
 
 
-def _evict(ctx: Context, cuts: Sequence[Eviction], seen: int | Tensor | None) -> None:
-    """Cut layers that go together, after ``seen`` tokens (None, a number or a tensor of shape [])."""
+def _evict(ctx: Context, cuts: Sequence[Eviction]) -> None:
+    """Cut layers that go together."""
     policy, counters, (first, keep, final) = ctx.policy, ctx.counters, cuts[0]
     stabilizers = 0 if final else min(ctx.schedule.stabilizers, keep)
-    slots_L = [slots_of(ctx, rows, keep, stabilizers, seen) for rows, *_ in cuts]
+    slots_L = [slots_of(ctx, rows, keep, stabilizers) for rows, *_ in cuts]
     t0 = time.perf_counter()
     scores_L = []
     for slots, (rows, *_) in zip(slots_L, cuts, strict=True):

@@ -100,14 +100,8 @@ def pinned_slots(pins: Pins, positions_BHS: Tensor, valid_BHS: Tensor) -> Tensor
 # ---- a policy's view of a layer ----
 
 
-def slots_of(
-    ctx: Context, rows: BoundedLayer, keep: int, stabilizers: int, length: int | Tensor | None = None
-) -> Slots:
-    """Slots of a layer that must be cut to ``keep`` per head, in a text of ``length`` tokens so far.
-
-    By default the host knows the length. An integer tensor of shape [] is never read by the host.
-    """
-    seen = rows.seen if length is None else length
+def slots_of(ctx: Context, rows: BoundedLayer, keep: int, stabilizers: int) -> Slots:
+    """Slots of a layer that must be cut to ``keep`` per head."""
     # Of every kept statistic [B, H, S]; the count of queries that have seen a slot follows from its position.
     # The group's come first, then those of each of its query heads by itself.
     kept, names = rows.slots("stats"), ctx.statistics
@@ -117,7 +111,7 @@ def slots_of(
     positions, valid = rows.slots("positions"), rows.layout.valid()
     if "count" in ctx.policy.statistics:
         for one in (stats, *alone):
-            one["count"] = (seen - positions).float()
+            one["count"] = (rows.seen - positions).float()
     # Functions and not tensors: most policies read neither keys nor values, and to rotate all of them costs a pass.
     slots = Slots(
         layer=rows.number,
@@ -126,22 +120,22 @@ def slots_of(
         stabilizers=stabilizers,
         chunk=ctx.schedule.chunk,
         since_eviction=rows.since_eviction,
-        seen=seen,  # type: ignore[arg-type]  # of the device where shapes are fixed
+        seen=rows.seen,
         positions=positions,
         valid=valid,
         pinned=pinned_slots(ctx.pins, positions, valid),
         entry_scores=rows.slots("scores"),
         stats=stats,
-        keys=lambda: _keys(ctx, rows, seen),
+        keys=lambda: _keys(ctx, rows),
         values=lambda: rows.slots("values"),
         raw_keys=lambda: _raw_keys(ctx, rows),
-        queries=lambda: _queries(ctx, rows, seen),
+        queries=lambda: _queries(ctx, rows),
         softmax=rows.softmax,
         seed=ctx.settings.seed,
         target=ctx.heads.config.target if ctx.heads is not None else "logit",
         lengths=rows.layout.head_lengths,
         rope=ctx.ropes[rows.number] if ctx.ropes is not None else None,
-        next_position=ctx.positions.next_place(valid.sum(-1), seen) if ctx.policy.score.needs_unrotated else None,
+        next_position=ctx.positions.next_place(valid.sum(-1), rows.seen) if ctx.policy.score.needs_unrotated else None,
         state=rows.state,
         backend=rows.backend,
     )
@@ -156,7 +150,7 @@ def _of_query_head(slots: Slots, g: int, G: int, stats: Mapping[str, Tensor], ke
     return replace(slots, stats=stats, keys=keys, queries=lambda: slots.queries()[:, g::G], softmax=softmax)
 
 
-def _keys(ctx: Context, rows: BoundedLayer, seen: int | Tensor) -> Tensor:
+def _keys(ctx: Context, rows: BoundedLayer) -> Tensor:
     """Keys ``[B, H, S, D]`` as attention sees them."""
     keys, rope = rows.slots("keys"), ctx.read_rope(rows)
     if rope is None:
@@ -166,16 +160,16 @@ def _keys(ctx: Context, rows: BoundedLayer, seen: int | Tensor) -> Tensor:
             lambda n: ctx.tables.first(rope, n, keys, rows.layout.ragged), keys.shape[2]
         )
     else:
-        cos, sin = _tables(ctx, rope, rows, seen, keys)
+        cos, sin = _tables(ctx, rope, rows, keys)
     return rotate(keys, cos, sin)
 
 
-def _tables(ctx: Context, rope: Rope, rows: BoundedLayer, seen: int | Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+def _tables(ctx: Context, rope: Rope, rows: BoundedLayer, like: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin ``[B, H, S, R]`` of every slot's position; those of position 0 at padding."""
     # Ranks count from a head's first slot; padding is on the left and has rank -1.
     valid = rows.layout.valid()
     rank_BHS = valid.cumsum(-1) - 1
-    place_BHS = ctx.positions.place(rank_BHS, rows.slots("positions"), seen).where(valid, 0)
+    place_BHS = ctx.positions.place(rank_BHS, rows.slots("positions"), rows.seen).where(valid, 0)
     return ctx.tables.at(rope, place_BHS, ctx.positions.span, like)
 
 
@@ -196,7 +190,7 @@ def unrotate(rope: Rope, keys: Tensor, positions: Tensor) -> Tensor:
     return turned
 
 
-def _queries(ctx: Context, rows: BoundedLayer, seen: int | Tensor) -> Tensor:
+def _queries(ctx: Context, rows: BoundedLayer) -> Tensor:
     """The newest queries ``[B, Q, W, D]``, rotated for the newest ``W`` rows."""
     # The newest W of the buffer [Q, recent, D]; the newest is last.
     W = min(rows.recent, rows.layout.valid().shape[-1])
@@ -207,12 +201,12 @@ def _queries(ctx: Context, rows: BoundedLayer, seen: int | Tensor) -> Tensor:
         return q
     rope = ctx.read_rope(rows)
     if rope is None:
-        return rotate(q, *ctx.tables.between(ctx.ropes[rows.number].of_queries, seen - W, W, q))
+        return rotate(q, *ctx.tables.between(ctx.ropes[rows.number].of_queries, rows.seen - W, W, q))
     rope = rope.of_queries
     if ctx.positions.by_rank:
         cos, sin = rows.layout.per_head_tables(lambda n: ctx.tables.between(rope, n - W, W, q), W)
     else:
-        cos, sin = (table[:, :, -W:] for table in _tables(ctx, rope, rows, seen, q))
+        cos, sin = (table[:, :, -W:] for table in _tables(ctx, rope, rows, q))
         if not rows.layout.ragged:  # placed alike in heads of equal length: [B, 1, W, R] for all Q
             cos, sin = cos[:, :1], sin[:, :1]
     if rows.layout.ragged:
