@@ -1,6 +1,7 @@
 """A backbone's weights: plain matrices and vectors for computing without its modules; weights in 4 or 8 bits; the names of a GGUF
 file's types; and identities."""
 
+import fnmatch
 import hashlib
 import json
 import logging
@@ -333,11 +334,10 @@ def stored_weights(name: str, names: Iterable[str]) -> Iterator[Tensor]:
         ValueError: a weight is missing, or a file is damaged.
     """
     folder, where = Path(name), dict[str, Path]()
-
-    def safetensors(files: list[str]) -> list[str]:
-        return [file for file in files if file.endswith(".safetensors")]
-
-    for path in sorted(folder.glob("*.safetensors")) if folder.exists() else pull(name, safetensors):
+    wanted = "*.safetensors"
+    for path in (
+        sorted(folder.glob(wanted)) if folder.exists() else pull(name, lambda files: fnmatch.filter(files, wanted))
+    ):
         with (
             prefixed_errors(f"{path} cannot be read{pointer_note(path)}", SafetensorError),
             safe_open(path, framework="pt") as file,

@@ -126,12 +126,10 @@ class RowPool:
     """``[pages, Q * recent * D]``."""
 
     def __init__(self, shape: PageShape, memory: Tensor, pages: int) -> None:
-        """Cut the buffers ``[pages * H * S, D]`` and so on from ``memory``. Raises ValueError where it is too small
-        or not contiguous."""
-        if not memory.is_contiguous() or memory.nbytes < pages * shape.nbytes:
-            raise ValueError(f"memory: {memory.nbytes} bytes must be {pages * shape.nbytes}, in one stretch")
+        """Cut the buffers ``[pages * H * S, D]`` and so on from ``memory``, which is contiguous. Raises RuntimeError where it is
+        too small."""
         self.shape, self.pages, self.device = shape, pages, memory.device
-        self._left = memory.flatten().view(torch.uint8)
+        self._left = memory.view(-1).view(torch.uint8)
         N = pages * shape.heads * shape.rows
         self.keys, self.values = (self._cut(shape.dtype, N, shape.head_dim) for _ in range(2))
         self.queries = self._cut(shape.dtype, pages, shape.query_heads * shape.recent * shape.head_dim)

@@ -13,8 +13,9 @@ import torch
 from ..backbones.load import choose_adapter, load_backbone
 from ..backbones.probe import describe
 from ..config.eval_options import FROZEN_KEYS, EvalConfig, load_eval_config
-from ..evals.engine import RANDOM_HEADS, UNTRAINED, Run, Setup, Variant, read_config, variants
+from ..evals.engine import RANDOM_HEADS, UNTRAINED, Run, Setup, Variant, variants
 from ..evals.tasks import find_tasks
+from ..files import as_object, read_json
 from ..heads import RetainingHeads
 from ..runtime.report import weights_hash
 from ..settings import PUBLISHED, Resolved, read_protect
@@ -107,7 +108,7 @@ def run_config(config: EvalConfig, parts: EvalParts) -> dict[str, object]:
     now = {**asdict(config), "model": parts.model, "adapter": parts.adapter, "heads": heads}
     before: dict[str, object] = {}
     if path.exists() and any(file.stat().st_size for file in out.glob("rows.*.jsonl")):
-        before = read_config(out)
+        before = as_object(read_json(path), str(path))
         defaults = {item.name: item.default for item in fields(config)}
         for key in FROZEN_KEYS:
             then = before.get(key, defaults[key])

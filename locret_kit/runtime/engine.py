@@ -45,9 +45,6 @@ class Engine:
 
     Attributes:
         running: sequences that have not ended. There is no queue here: the caller bounds their number.
-
-    Raises:
-        ValueError: a piece below 1.
     """
 
     def __init__(
@@ -61,8 +58,6 @@ class Engine:
         graph: bool | None = None,
         pages: int = 0,
     ) -> None:
-        if piece < 1:
-            raise ValueError(f"piece={piece} must be at least 1")
         self.model, self.stop, self.piece = unwrapped(model), stop, piece
         self._scheduler: PromptScheduler | None = None if chunk is None else PromptScheduler(chunk, piece)
         self.alone, self._pool, self.drivers = alone, PagePool(pages), Drivers(self.model, graph, alone)
@@ -249,10 +244,8 @@ def run(
         max_running: sequences in memory at once. piece: tokens of prompts in one forward, at most.
 
     Raises:
-        ValueError: a number below 1, or a request that cannot be answered, see ``Engine.add``.
+        ValueError: a request that cannot be answered, see ``Engine.add``.
     """
-    if max_running < 1:
-        raise ValueError(f"max_running={max_running} must be at least 1")
     waiting = iter(requests)
     first = [*islice(waiting, max_running)]
     engine, waiting = Engine.shared(model, tokenizer, len(first), piece=piece), chain(first, waiting)

@@ -261,11 +261,9 @@ def make_needle(
         ending: one of `ENDINGS`.
 
     Raises:
-        ValueError: an unknown task, a depth outside [0, 1], or an `n_tokens` too small for the fixed parts.
+        ValueError: an unknown task, or an `n_tokens` too small for the fixed parts.
     """
     check_name("task", task, TASKS)
-    if not 0 <= depth <= 1:
-        raise ValueError(f"depth={depth} must be within [0, 1]")
     words, form = TASKS[task], ENDINGS[ending]
     rng = random.Random(f"{task}|{seed}")
     key = _digits(rng, words.repeats)

@@ -122,12 +122,11 @@ def synthetic_sample(
     Raises:
         ValueError: no text, or an `n_tokens` too small for a question and its facts.
     """
-    if not texts:
-        raise ValueError("texts must not be empty")
     rng = random.Random(f"{seed}|{index}")
     real = rng.random() >= REPETITIVE
     facts = _facts(rng, wording.facts)
-    asked = _asked(facts, rng)
+    # Most often all are asked for: of a fact that nobody asks for, no head can know that it may go.
+    asked = rng.sample(facts, len(facts) if rng.random() < 0.8 else 1)
     chat, template, copy = rng.random() < 0.5, rng.choice(wording.prompts), real and rng.random() < COPY
     length = rng.random()
     places = [rng.random() for _ in facts]
@@ -180,13 +179,6 @@ def _facts(rng: random.Random, templates: Sequence[Template]) -> list[Fact]:
         fact = make_fact(rng, templates)
         facts.setdefault(fact.question, fact)
     return list(facts.values())
-
-
-def _asked(facts: list[Fact], rng: random.Random) -> list[Fact]:
-    """The facts asked for, in any order: most often all of them. A fact that nobody asks for teaches the heads that
-    such facts may go, which no head can know."""
-    n = len(facts) if rng.random() < 0.8 else 1
-    return rng.sample(facts, n)
 
 
 def _ask(asked: list[Fact], chat: bool, length: float) -> tuple[str, str | None, str]:

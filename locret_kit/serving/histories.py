@@ -306,7 +306,8 @@ def told(turns: Turns, *, pairs: bool) -> list[Turn]:
     names, made = calls | results if pairs else calls ^ results, list[Turn]()
     for turn in turns:
         if turn["role"] == "tool" and turn.get("tool_call_id") in names:
-            turn = {"role": "user", "content": result_text(content_of(turn)), "place": turn.get("place")}
+            result = f"<tool_response>\n{content_of(turn)}\n</tool_response>"
+            turn = {"role": "user", "content": result, "place": turn.get("place")}
         elif words := [call_text(call) for call in calls_of(turn) if call.get("id") in names]:
             others = [call for call in calls_of(turn) if call.get("id") not in names]
             turn = {**turn, "content": "\n".join(filter(None, (content_of(turn), *words))), "tool_calls": others}
@@ -341,11 +342,6 @@ To call one, answer with nothing but
 def call_text(call: Mapping[str, object]) -> str:
     """A call in words."""
     return f"{OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{CLOSE}"
-
-
-def result_text(content: str) -> str:
-    """A tool's result in words."""
-    return f"<tool_response>\n{content}\n</tool_response>"
 
 
 def rewritten(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:

@@ -156,7 +156,9 @@ def model_of(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> Pr
             raise ValueError(f"{name} is {place.shape}, expected {tuple(shape)}")
         data = file.tensor(name)
         if file.architecture in NEIGHBOURS and path.endswith(tuple(heads)):
-            data = unpaired(data, heads[path[-len("q_proj") :]])
+            # Channels of a rotated pair are half a head apart; llama.cpp has them side by side.
+            pairs = data.unflatten(0, (heads[path[-len("q_proj") :]], -1, 2))
+            data = pairs.transpose(1, 2).flatten(0, 2)
         if place.form in FLOATS:
             one = float(file.architecture in ADDED_ONE and len(place.shape) == 1)
             value = (data.float() - one if one else data).to(dtype)
@@ -219,12 +221,6 @@ def _place(architecture: str, name: str) -> tuple[str, str]:
         raise ValueError(f"{name} is unknown for {architecture}")
     layer = "" if match["layer"] is None else f"model.layers.{match['layer']}."
     return layer + names[match["name"]], match["kind"]
-
-
-def unpaired(rows: Tensor, heads: int) -> Tensor:
-    """Rows ``[N, ...]`` of query or key weights, or biases, in transformers' order: the channels of a rotated pair
-    are half a head apart. llama.cpp has them side by side. The order within a row of bytes stays."""
-    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _tie(model: PreTrainedModel, config: PreTrainedConfig) -> None:

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...files import as_object, locked, read_json
+from ...files import as_object, locked
 from ...naming import prefixed_errors
 from ...settings import Resolved, RunSettings
 from ...validation import annotations_of, build, validate
@@ -413,13 +413,3 @@ def appending(path: Path) -> Iterator[Callable[[Row], None]]:
                 raise OSError(f"cannot write {path}: {reason}") from error
 
         yield append
-
-
-def read_config(out: Path) -> dict[str, object]:
-    """The settings shared by a folder's rows; empty without ``config.json``.
-
-    Raises:
-        ValueError: ``config.json`` is no JSON object; names the file.
-    """
-    path = out / "config.json"
-    return as_object(read_json(path), str(path)) if path.exists() else {}

@@ -72,9 +72,7 @@ class Forced:
         return token
 
     def scores(self) -> dict[str, float]:
-        """Share of the tokens that greedy decoding would have chosen, and mean NLL. Raises ValueError without tokens."""
-        if not self.tokens:
-            raise ValueError("the continuation holds no tokens")
+        """Share of the tokens that greedy decoding would have chosen, and mean NLL."""
         return {"agreement": self.hits / self.tokens, "nll": self.nll / self.tokens}
 
     def answer(self, setup: Setup, ids: Sequence[int], cache: BoundedCache) -> Answer:
@@ -89,12 +87,7 @@ class Forced:
 def nll_reading(setup: Setup, cache: BoundedCache, ids: Sequence[int], skip: int) -> tuple[float, Answer]:
     """Mean NLL per prompt token (nats) from token ``skip`` on, and the reading itself. Each token sees its own chunk
     and the kept slots of earlier chunks.
-
-    Raises:
-        ValueError: no tokens after ``skip``.
     """
-    if not 0 < skip < len(ids):
-        raise ValueError(f"skip={skip} must be above 0 and below the prompt's {len(ids)} tokens")
     total = 0.0
 
     def judge(logits_TV: Tensor, end: int) -> None:
