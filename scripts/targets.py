@@ -32,8 +32,8 @@ def target(figure: str, model: str) -> str:
 
 
 def to_markdown(rows: Sequence[Mapping[str, str]]) -> str:
-    """A table for each device and commit, newest first, of every target and what rows of `scripts/gpu.py` reach of it; one of
-    "not measured yet" without rows. Rows of other lengths or caps are left out; of rows for the same thing the last counts."""
+    """A table for each of the two newest runs on a device, newest first, of every target that it measured by rows of
+    `scripts/gpu.py`; one of "not measured yet" without rows. Rows of other lengths or caps are left out; of rows for the same thing the last counts."""
     runs: dict[str, dict[tuple[str, str], Mapping[str, str]]] = {}
     for row in sorted(rows, key=lambda row: row["date"]):
         if (row["context"], row["cap"]) != (str(TOKENS), CAP):
@@ -41,7 +41,7 @@ def to_markdown(rows: Sequence[Mapping[str, str]]) -> str:
         versions = f"torch {row['torch']}, triton {row['triton']}, transformers {row['transformers']}"
         where = f"{row['device']}, driver {row['driver']}, {versions}, commit {row['commit']}, {row['date']}"
         runs.setdefault(where, {})[row["model"], row["measurement"]] = row
-    every = reversed((runs or {"no GPU so far": {}}).items())
+    every = reversed([*(runs or {"no GPU so far": {}}).items()][-2:])
     return "\n".join(_table(where, found) for where, found in every)
 
 
@@ -50,7 +50,8 @@ def _table(where: str, found: Mapping[tuple[str, str], Mapping[str, str]]) -> st
     for figure, (unit, _) in TARGETS.items():
         goals = dict.fromkeys(target(figure, model) for model in MODELS)
         cells = [_measured(found.get((model, figure))) for model in MODELS]
-        lines.append([f"{figure} ({unit})", " and ".join(goals), *cells])
+        if not found or any((model, figure) in found for model in MODELS):
+            lines.append([f"{figure} ({unit})", " and ".join(goals), *cells])
     return Table([f"{TOKENS:,} tokens under {CAP} ({where})", "target", *MODELS.values()], lines).markdown()
 
 
