@@ -10,11 +10,11 @@ from math import log
 
 import torch
 
-from locret_kernels import backend
+from locret_kernels import backend, common
 from locret_kernels.column_stats import STATISTICS
 from locret_kernels.decoder_step import RowProducts
 from locret_kernels.enter import HeadProduct, Levels, RowBuffers
-from locret_kernels.product import FORMATS, format_of
+from locret_kernels.product import FORMATS
 from locret_kernels.quantise import CHANNELS
 from locret_kernels.ragged_decode import Angles, ByteRows, PackedRows, Rotation, Spans, angle_steps
 from locret_kernels.sparse_attend import Blocks
@@ -57,6 +57,13 @@ class Case:
         return self.operation.split()[0].rstrip(",")
 
 
+def runnable(name: str, device: torch.device) -> tuple[str, ...]:
+    """Backends whose form of function ``name`` runs on a device; on ``meta`` kernels are launched nowhere, so Triton's does."""
+    on_cpu = device.type == "cpu"
+    runs = {"reference": True, "triton": not on_cpu or common.INTERPRETED, "cpu": on_cpu}
+    return tuple(key for key, here in runs.items() if here and backend.form_of(name, key))
+
+
 def cases(name: str, at: Shape, device: torch.device) -> Iterator[Case]:
     """Every operation as a prefill of the model ``name`` meets it: a full cache and one chunk, of
     bfloat16. On the meta device too."""
@@ -82,7 +89,7 @@ class Layer:
              state: tuple[torch.Tensor, ...] = (), exact: bool = False, **rest: object) -> Case:  # fmt: skip
         """The case of one function, the first word of ``form``."""
         name, at = form.split()[0].rstrip(","), self.at
-        forms = backend.runnable(name, self.device)
+        forms = runnable(name, self.device)
         runs = {key: partial(backend.function(name, key), *args, **rest) for key in forms}
         shape = f"{self.name} Q={at.query_heads} H={at.heads} D={at.head_size} {sizes}"
         return Case(form, shape, runs, flops, nbytes, state, exact)
@@ -216,17 +223,21 @@ def of_a_token(layer: Layer) -> Iterator[Case]:
 # ---- tensors that are stored in few bits ---------------------------------------------------------------------------
 
 
+HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Bytes of a block at which a float16 number begins; of other formats the first alone."""
+
+
 def packed_matrix(
     N: int, K: int, form: str, device: torch.device | str = "cpu", generator: torch.Generator | None = None
 ) -> torch.Tensor:
     """Random codes of a matrix ``[N, K]`` as they lie in a file, with steps of about 0.001 and numbers of about zero mean."""
-    size = format_of(form)
+    size = FORMATS[form]
     sizes = N, K // size.block
     blocks = torch.randint(0, 256, (*sizes, size.nbytes), dtype=torch.uint8, device=device, generator=generator)
     # The step, then the lowest number (of blocks of 256 the step of those that are taken off).
     middle = (2 ** int(form[1]) - 1) / 2
     scales = 1, middle if size.block == 256 else -middle
-    for at, scale in zip(size.halves, scales[: len(size.halves)], strict=True):
+    for at, scale in zip(HALVES.get(form, (0,)), scales, strict=False):
         number = 1e-3 * scale * (1 + torch.rand(*sizes, 1, dtype=torch.float32, device=device, generator=generator))
         blocks[..., at : at + 2] = number.half().view(torch.uint8)
     return blocks.flatten(1)

@@ -33,7 +33,8 @@ def target(figure: str, model: str) -> str:
 
 def to_markdown(rows: Sequence[Mapping[str, str]]) -> str:
     """A table for each of the two newest runs on a device, newest first, of every target that it measured by rows of
-    `scripts/gpu.py`; one of "not measured yet" without rows. Rows of other lengths or caps are left out; of rows for the same thing the last counts."""
+    `scripts/gpu.py`; one of "not measured yet" without rows. Rows of other lengths or caps are left out; of rows for the same
+    thing the last counts."""
     runs: dict[str, dict[tuple[str, str], Mapping[str, str]]] = {}
     for row in sorted(rows, key=lambda row: row["date"]):
         if (row["context"], row["cap"]) != (str(TOKENS), CAP):

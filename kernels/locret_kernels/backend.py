@@ -57,15 +57,6 @@ def form_of(name: str, backend: str) -> Callable[..., Any] | None:
     return getattr(import_module(place), name, None) if find_spec(place) else None
 
 
-def runnable(name: str, device: torch.device) -> tuple[str, ...]:
-    """Backends whose form of function ``name`` runs on a device; on ``meta`` kernels are launched nowhere, so Triton's does."""
-    from . import common
-
-    on_cpu = device.type == "cpu"
-    runs = {"reference": True, "triton": not on_cpu or common.INTERPRETED, "cpu": on_cpu}
-    return tuple(backend for backend, here in runs.items() if here and form_of(name, backend))
-
-
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of an NVIDIA card; ``(0, 0)`` of any other device: PyTorch calls ROCm's "cuda" too."""
     from torch import cuda, version

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from .. import cpp
 from ..fused import rms_norm, swiglu
+from ..product import FORMATS
 from ..product import cpu as product
-from ..product import format_of
 
 __all__ = ["row_products"]
 
@@ -116,7 +116,7 @@ def format_at(form: str) -> np.ndarray:
     Raises:
         cpp.Unavailable: it does not compile or run here.
     """
-    size, library = format_of(form), product.load(form)
+    size, library = FORMATS[form], product.load(form)
     rows, unpack = (ctypes.cast(call, ctypes.c_void_p).value for call in (library.locret_rows, library.locret_unpack))
     return FORMAT.of(block=size.block, nbytes=size.nbytes, rows=rows, unpack=unpack)
 

@@ -26,12 +26,11 @@ class Format:
     """Sizes of a format.
 
     Attributes:
-        block: numbers of a block. nbytes: bytes of a block. halves: bytes of a block at which a float16 number begins.
+        block: numbers of a block. nbytes: bytes of a block.
     """
 
     block: int
     nbytes: int
-    halves: tuple[int, ...]
 
     def columns(self, row_bytes: int) -> int:
         """Numbers in a row of ``row_bytes`` bytes."""
@@ -49,27 +48,16 @@ class Format:
 
 
 FORMATS = {
-    "Q4_0": Format(32, 18, (0,)),
-    "Q4_1": Format(32, 20, (0, 2)),
-    "Q5_0": Format(32, 22, (0,)),
-    "Q5_1": Format(32, 24, (0, 2)),
-    "Q8_0": Format(32, 34, (0,)),
-    "Q4_K": Format(256, 144, (0, 2)),
-    "Q5_K": Format(256, 176, (0, 2)),
-    "Q6_K": Format(256, 210, (208,)),
+    "Q4_0": Format(32, 18),
+    "Q4_1": Format(32, 20),
+    "Q5_0": Format(32, 22),
+    "Q5_1": Format(32, 24),
+    "Q8_0": Format(32, 34),
+    "Q4_K": Format(256, 144),
+    "Q5_K": Format(256, 176),
+    "Q6_K": Format(256, 210),
 }
 """Name, as ``GGMLQuantizationType`` has it -> sizes."""
-
-
-def format_of(name: str) -> Format:
-    """The format of a name.
-
-    Raises:
-        ValueError: an unknown one.
-    """
-    if name not in FORMATS:
-        raise ValueError(f"form={name!r} must be one of: {', '.join(FORMATS)}")
-    return FORMATS[name]
 
 
 # ---- products -------------------------------------------------------------------------------------------------------
@@ -98,14 +86,14 @@ def unpack(data: Tensor, form: str) -> Tensor:
         ValueError: an unknown format, data of another type than uint8, or rows that are no whole blocks.
     """
     check_packed(None, data, form)
-    blocks_NBb = data.unflatten(-1, (-1, format_of(form).nbytes))
+    blocks_NBb = data.unflatten(-1, (-1, FORMATS[form].nbytes))
     return READERS[form](blocks_NBb).flatten(1)
 
 
 def check_packed(x: Tensor | None, data_Nb: Tensor, form: str) -> None:
     """Raise ValueError unless the bytes ``[N, bytes]`` are rows of whole blocks of a format, as long as the rows of
     ``x``."""
-    sizes = format_of(form)
+    sizes = FORMATS[form]
     if data_Nb.dtype != torch.uint8 or data_Nb.dim() != 2 or data_Nb.shape[1] % sizes.nbytes:
         kind = f"{tuple(data_Nb.shape)} of {str(data_Nb.dtype).removeprefix('torch.')}"
         raise ValueError(f"data {kind} must be rows of uint8 in blocks of {sizes.nbytes} bytes (form={form!r})")
