@@ -1,7 +1,5 @@
 """Answers of ten families, read whole, token by token and with every cut, against what vLLM's parsers make of them."""
 
-from __future__ import annotations
-
 import json
 from copy import copy
 from pathlib import Path

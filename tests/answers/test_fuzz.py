@@ -1,7 +1,5 @@
 """Random answers of every family and form, of words, marks and halves of marks: read whole and with random cuts."""
 
-from __future__ import annotations
-
 import random
 from copy import copy
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Answers as models write them beside their form: stop texts, open thoughts, tags around answers, quotes, broken calls."""
 
-from __future__ import annotations
-
 from copy import copy
 from types import SimpleNamespace
 from unittest import mock

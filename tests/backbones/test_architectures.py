@@ -1,7 +1,5 @@
 """A sample of architectures, one of each kind, through every check; ``scripts/decoders.py`` runs all of them."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Attaching: what it leaves untouched, what it refuses, and architectures without an adapter."""
 
-from __future__ import annotations
-
 import copy
 import io
 import warnings

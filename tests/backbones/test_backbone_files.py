@@ -1,7 +1,5 @@
 """Backbones whose files are wrong, incomplete, or bring code of their own."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

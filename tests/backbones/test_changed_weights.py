@@ -1,8 +1,6 @@
 """Weights that change between two answers, in every way in which people change them: what is said then is what the changed model
 says by ``model.generate``, and with retaining heads what the reference says."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

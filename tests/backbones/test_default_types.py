@@ -1,8 +1,6 @@
 """What runs after ``torch.set_default_dtype`` or ``torch.set_default_device``, each in a process of its own, which may die: the
 same numbers as without. Models are made before, as by a program that loads and then changes the default; all else after."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from itertools import product

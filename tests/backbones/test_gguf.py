@@ -1,7 +1,5 @@
 """Backbones out of GGUF files."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

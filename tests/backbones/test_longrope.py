@@ -1,7 +1,5 @@
 """Frequencies that follow the length of a text (LongRoPE, dynamic NTK): over the border an answer is that of a fresh run."""
 
-from __future__ import annotations
-
 from array import array
 
 import pytest

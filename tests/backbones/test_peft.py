@@ -1,7 +1,5 @@
 """Adapters on the backbone: merged exactly, recorded by the heads, and asked for at inference."""
 
-from __future__ import annotations
-
 import io
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attention of new tokens over rows, in each of the forms that a device takes."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from inspect import signature

@@ -1,7 +1,5 @@
 """Texts of different lengths at once. The oracle is each text alone."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The bounded cache in whole models: against the definition of ``policy_oracle`` in float64, and against full attention."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Keys and values in 8 bits: the numbers, caches and files."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_models import tiny_model

@@ -1,7 +1,5 @@
 """Evictions of all layers in one choice at the end of a forward, against those of each layer by itself: bit for bit."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial

@@ -1,8 +1,6 @@
 """Retaining heads folded into the projections before them: the same products, for the layers that allow it, of the weights that
 there are now."""
 
-from __future__ import annotations
-
 import gzip
 from copy import deepcopy
 from pathlib import Path

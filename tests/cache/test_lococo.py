@@ -1,7 +1,5 @@
 """LoCoCo's pool: its fold and whole runs against Python loops in float64, its files and its place in the grammar."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Masks and positions of a caller's own: what the plain model computes under them, or a sentence."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from policy_runs import tokens

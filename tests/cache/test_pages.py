@@ -1,7 +1,5 @@
 """Rows of several texts in one pool: a token of each in one call is the step of each alone, and a page is all that a text has."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

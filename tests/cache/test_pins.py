@@ -1,7 +1,5 @@
 """Pinned text: after every eviction of every policy and store, every head holds it, and as many slots as without."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import contextmanager
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """By which position a cached key is rotated: `clipped` between `compact` and `original`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Slots that a token of the prompt sees while the prompt is read (`prefill_mask=sliding(newest, sinks)`)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from bounded_masks import IDS, bounded, mask_by_definition

@@ -1,7 +1,5 @@
 """Recall: what is evicted comes back, against full attention and against the definitions in float64."""
 
-from __future__ import annotations
-
 import warnings
 from copy import deepcopy
 from dataclasses import replace

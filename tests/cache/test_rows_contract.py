@@ -1,8 +1,6 @@
 """Contract of rows: every layout with every codec holds what a plain list of rows would, in float64. A new layout or codec
 runs the same tests once it is listed here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

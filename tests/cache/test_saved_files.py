@@ -1,7 +1,5 @@
 """Files of documents and caches between processes: whole after a kill and a full disk, exact in another process, small."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Sparse prefill against MInference written out from its paper in float64, and in whole runs."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One contract for every stage, and a stage of a user's own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from policy_runs import tokens

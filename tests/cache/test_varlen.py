@@ -1,8 +1,6 @@
 """Attention over sequences of different lengths in one launch: heads of a ragged layer and windows, through an operator that is
 written here from PyTorch's documentation of ``varlen_attn``, against a call per head and against masks."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

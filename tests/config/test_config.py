@@ -1,7 +1,5 @@
 """The configuration: recipes, overrides and the text of its errors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """One contract for every backend: what each of them computes, against float64 written out. A new backend joins by its name in
 ``BACKENDS``."""
 
-from __future__ import annotations
-
 import interpreted  # noqa: F401  (Triton's kernels run interpreted)
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Compiled code is loaded from where nobody else can put it. What is planted answers 666, what is compiled 42."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

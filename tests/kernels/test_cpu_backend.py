@@ -1,8 +1,6 @@
 """Compiled work on a chunk of a prompt, against float64 written out and against the operations of tensors. Compiles for seconds,
 once a machine."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attention_oracle import attention, logits

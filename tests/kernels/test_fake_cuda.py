@@ -1,8 +1,6 @@
 """The code for CUDA on a card that is only played (`pretended`): inside a chunk the host waits for nothing, and no operation
 mixes devices; a step of the graph decoder is fit for a graph."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

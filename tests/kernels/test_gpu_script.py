@@ -1,7 +1,5 @@
 """``scripts/gpu.py`` runs to its end on a CPU, says what it did not measure, and counts work as the issue's figures do."""
 
-from __future__ import annotations
-
 import csv
 import os
 import subprocess

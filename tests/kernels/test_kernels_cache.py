@@ -1,7 +1,5 @@
 """A cache whose statistics, moves of rows and decoding go through Triton (interpreted) equals one that uses the references."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """The kernels compile for cards that are not here, within the committed table; and the check that says so can fail."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """Compaction and rotation of rows, and the choice of a backend: Triton (interpreted) against the references and plain torch."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Selection of rows, as marks and as an index: Triton (interpreted) and the reference against a sort by hand."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

@@ -1,7 +1,5 @@
 """``scripts/on_card.sh``: what it would run, in which order, what it refuses, and what its import check names."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """One token's attention over rows in full and in few bits: the reference and Triton (interpreted) against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attention_oracle import turned

@@ -1,7 +1,5 @@
 """Training-free key scores against their papers' formulas, written again as float64 loops over one head at a time."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from itertools import pairwise

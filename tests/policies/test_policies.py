@@ -1,7 +1,5 @@
 """Policies against each other: equalities that must hold, and what the cache makes of every policy."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from policy_runs import LENGTH, POLICIES, backbone, held, logits_of, make, run, tokens, turn

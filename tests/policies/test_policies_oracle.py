@@ -4,8 +4,6 @@ A ``BoundedCache`` is driven with random q, k, v, without a model. Its positions
 block of the prompt, in the tail and through evictions while decoding, and its attention output with the oracle's.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """Allocations and selections on random slots, and the grammar."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 

@@ -1,8 +1,6 @@
 """Passages of the text that are read again in its place (`reread=passages(tokens, window, kernel, first, smooth, each,
 least)`)."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,8 +1,6 @@
 """Chunks of a prompt as a graph, played on a CPU: recorded once, then run again on the very same tensors. Logits, rows and counts
 equal those of the plain prefill."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from unittest import mock

@@ -1,7 +1,5 @@
 """A token without the decoder's modules, against the forward over them; no GPU: Triton's interpreter, or the definitions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import interpreted  # noqa: F401  (before anything else imports the kernels)

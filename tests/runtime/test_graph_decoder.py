@@ -1,7 +1,5 @@
 """Decoding with fixed shapes, run as it is, against dynamic decoding: tokens, logits, rows and counts. No GPU."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What is offered where a run does not fit, or runs out of memory."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Interrupts and threads: nothing of a forward stays behind, and threads that share an attached model do not meet."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

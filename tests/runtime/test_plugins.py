@@ -1,7 +1,5 @@
 """A codec, a layout, a backend and a driver from outside, each in one file of a user's."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,8 +1,6 @@
 """A model that accelerate has spread over two cards, which are played: no operation mixes devices, and logits and kept rows are
 those of the model on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module

@@ -6,8 +6,6 @@ A process of its own, since the tests interpret the kernels: ``python tests/supp
 ``kernels`` on the path. ``test_graph_decoder_cuda.py`` runs it where there is a device.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 import traceback

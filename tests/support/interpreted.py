@@ -4,8 +4,6 @@
 Uninitialised outputs are filled with NaN, so that what a kernel does not write shows.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

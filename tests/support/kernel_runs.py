@@ -1,7 +1,5 @@
 """Pieces that several tests of kernels cache share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from policy_runs import logits_of, tokens

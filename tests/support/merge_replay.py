@@ -1,7 +1,5 @@
 """Runs of a merging policy, replayed token by token from what entered and what each eviction chose."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import numpy as np

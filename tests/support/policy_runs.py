@@ -1,7 +1,5 @@
 """Small runs of every policy on a tiny backbone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Pieces that several tests of policy parts share."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import strategies as st
 

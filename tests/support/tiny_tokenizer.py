@@ -1,7 +1,5 @@
 """A byte-level BPE with a chat template, trained in milliseconds; and a tiny backbone saved beside it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

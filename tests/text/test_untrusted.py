@@ -1,7 +1,5 @@
 """No control token forms in what is given to a chat template, whoever encodes it; text without one is encoded as ever."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

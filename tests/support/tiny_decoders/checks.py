@@ -4,8 +4,6 @@ A verdict is a line: "exact", "refused: " and the sentence, "wrong: " and by how
 "no end: " and the place, or "not checked: " and why. Differences of logits are relative to their standard deviation.
 """
 
-from __future__ import annotations
-
 import signal
 import tempfile
 import threading
