@@ -4,13 +4,7 @@ import re
 
 import pytest
 import torch
-from tiny_decoders.checks import (
-    CHUNK,
-    PROMPT,
-    TAIL,
-    Subject,
-    verdict,
-)
+from tiny_decoders.checks import CHUNK, PROMPT, TAIL, Subject, verdict
 from tiny_decoders.needed import Sizes
 from tiny_decoders.rows import rows
 from tiny_decoders.simulation import Plan, simulate

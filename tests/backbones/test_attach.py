@@ -188,10 +188,7 @@ def test_one_text_in_order_and_once():
             ValueError, match=r"attention_mask\[0, 0, 0, 1\]=0.0: in this cache a token sees all up to itself"
         ):
             model(input_ids=ids, attention_mask=causal, **{CACHE: BoundedCache(64, "streaming")})
-        with pytest.raises(
-            ValueError,
-            match="cannot be cropped, as assisted|Assisted decoding requires",
-        ):
+        with pytest.raises(ValueError, match="cannot be cropped, as assisted|Assisted decoding requires"):
             model.generate(ids, **{CACHE: BoundedCache(64, "streaming")}, prompt_lookup_num_tokens=2, max_new_tokens=3)
 
 

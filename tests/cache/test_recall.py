@@ -52,10 +52,7 @@ def test_what_recall_does_not_go_with(other: str) -> None:
         parse_policy(f"locret {other} recall=blocks")
 
 
-@pytest.mark.parametrize(
-    ("across", "apart", "local", "reading"),
-    [("model", 0, 6, True), ("head", 7, 0, False)],
-)
+@pytest.mark.parametrize(("across", "apart", "local", "reading"), [("model", 0, 6, True), ("head", 7, 0, False)])
 def test_what_comes_back_is_what_the_definition_says(across: str, apart: int, local: int, reading: bool) -> None:
     form = dict(size=5, take=2, representatives=2, local=local, apart=apart, across=across, reading=reading)
     policy = f"locret recall=blocks({','.join(f'{key}={value}' for key, value in form.items())})"

@@ -228,10 +228,7 @@ def test_another_model_tokenizer_or_heads_are_refused_with_the_first_difference(
     template.chat_template += " "
     words = tiny_tokenizer()
     words.add_tokens(["harbour"])
-    others |= {
-        "tokenizer.template": (model, template, heads),
-        "tokenizer.vocabulary": (model, words, heads),
-    }
+    others |= {"tokenizer.template": (model, template, heads), "tokenizer.vocabulary": (model, words, heads)}
     for said, (other, tokens, own) in others.items():
         with pytest.raises(ValueError, match=said):
             Document.load(path, other, tokens, own)

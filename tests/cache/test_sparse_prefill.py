@@ -139,9 +139,7 @@ class Masked(Handler):
         return out
 
 
-RUNS = {
-    "minference(30,100)": lambda q, k, s: minference(q, k, s, 30, 100),
-}
+RUNS = {"minference(30,100)": lambda q, k, s: minference(q, k, s, 30, 100)}
 
 
 @pytest.mark.parametrize("policy", RUNS)

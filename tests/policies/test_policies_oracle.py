@@ -259,10 +259,7 @@ POLICIES: dict[str, Rule] = {
         oracle.accumulated, HALF, select=oracle.clusters(iterations=3), aside=0.25
     ),
     "score=cis scope=stabilizers+sinks(4) allocation=adaptive(alpha=0.5) selection=representatives(ratio=0.3)": crushed(
-        oracle.entered,
-        [oracle.stabilizers, oracle.sinks(4)],
-        0.3,
-        head_keep=oracle.adaptive(normalise=True),
+        oracle.entered, [oracle.stabilizers, oracle.sinks(4)], 0.3, head_keep=oracle.adaptive(normalise=True)
     ),
     "score=mas scope=window(3)+sinks(2) allocation=pyramid(beta=4)+adaptive(alpha=1) selection=sampled(ratio=0.5)": Rule(
         oracle.mean,

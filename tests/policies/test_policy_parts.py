@@ -96,10 +96,7 @@ def test_importance_is_compared_across_heads_in_its_own_unit():
 # ---- selection ------------------------------------------------------------------------------------------------------------
 
 
-@given(
-    case=layers_of_slots(),
-    selection=st.sampled_from(SELECTIONS),
-)
+@given(case=layers_of_slots(), selection=st.sampled_from(SELECTIONS))
 def test_selections_fill_every_budget(case, selection):
     scores, protected, valid, keep = case
     budgets = Adaptive(0.7).head_budgets(scores, protected, valid, keep)

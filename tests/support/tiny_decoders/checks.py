@@ -399,8 +399,7 @@ class Subject:
         self.read(self.model, cache, [])
         run = RunSettings(budget=BUDGET, chunk=CHUNK, local_len=TAIL, stabilizers=STABILIZERS, positions=positions)
         planned = cache_bytes(
-            self._configured(),
-            Setting(PROMPT, run, dtype="float32", d_hidden=16, policy=parse_policy(policy)),
+            self._configured(), Setting(PROMPT, run, dtype="float32", d_hidden=16, policy=parse_policy(policy))
         )
         if planned != cache.nbytes:
             raise Wrong(f"{planned} bytes planned, {cache.nbytes} held")
