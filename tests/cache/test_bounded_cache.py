@@ -3,7 +3,7 @@
 from functools import cache
 
 import numpy as np
-import policy_oracle as oracle
+import policy_rules as oracle
 import pytest
 import torch
 from hypothesis import given

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_oracle import rounded
+from policy_rules import rounded
 from policy_runs import EVICTING, LENGTH, backbone, held, logits_of, make, tokens, turn
 from slot_layers import SELECTIONS, layers_of_slots, slots_of
 from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)

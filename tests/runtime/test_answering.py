@@ -17,15 +17,8 @@ from locret_kit.runtime.session import decode, prefill
 pytestmark = pytest.mark.usefixtures("poisoned")
 TOKENS, BODY = 67, 62
 POLICIES = [
-    "random",
-    "roco",
-    "pyramidkv(6,3,beta=2)",
-    "ada-snapkv(6,3)",
-    "kvcrush(base=h2o)",
-    "sirllm",
-    "lagkv",
-    "merge(base=h2o)",
-]
+    "random", "roco", "pyramidkv(6,3,beta=2)", "ada-snapkv(6,3)", "kvcrush(base=h2o)", "sirllm", "lagkv", "merge(base=h2o)",
+]  # fmt: skip
 
 
 def read(model, cache) -> torch.Tensor:

@@ -26,17 +26,9 @@ from locret_kit.runtime.drivers.texts import TextsDriver
 
 pytestmark = pytest.mark.usefixtures("on_the_reference")
 FAMILIES = [
-    "llama",
-    "llama-mha",
-    "llama-mqa",
-    "phi3",
-    "phi3-longrope-window",
-    "qwen2",
-    "qwen3",
-    "mistral-window",
-    "smollm3",
-]
-FAMILIES += ["internlm3", "gemma3"]
+    "llama", "llama-mha", "llama-mqa", "phi3", "phi3-longrope-window", "qwen2", "qwen3", "mistral-window", "smollm3",
+    "internlm3", "gemma3",
+]  # fmt: skip
 
 
 def model_of(family: str, **changes):

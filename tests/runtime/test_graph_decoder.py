@@ -26,18 +26,10 @@ from locret_kit.runtime.session import Sampling, decode, prefill
 pytestmark = pytest.mark.usefixtures("on_the_reference")
 RULES = ["compact", "original", "clipped(60)"]
 POLICIES = [
-    "locret",
-    "lookahead-locret",
-    "h2o",
-    "roco",
-    "scissorhands",
-    "pyramid-locret",
-    "knorm",
-    "keydiff",
-    "streaming",
-]
-POLICIES += ["random", "snapkv(6,3)", "nacl(proxies=5)", "kvcrush"]
-POLICIES += ["score=aas selection=sampled(0.7)"]  # a draw of the wrong length of text would choose other slots
+    "locret", "lookahead-locret", "h2o", "roco", "scissorhands", "pyramid-locret", "knorm", "keydiff", "streaming",
+    "random", "snapkv(6,3)", "nacl(proxies=5)", "kvcrush",
+    "score=aas selection=sampled(0.7)",  # a draw of the wrong length of text would choose other slots
+]  # fmt: skip
 
 
 def pair(policy: str, **rest) -> list[BoundedCache]:
