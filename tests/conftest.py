@@ -103,9 +103,11 @@ def sample(items):
 
 
 def one_size(items):
-    """All tests but those of ``GRIDS``, and of each of these some."""
+    """All tests but those that are marked ``left`` and those of ``GRIDS``, and of each of these some."""
     chosen, sets = set(), defaultdict(list)
     for item in items:
+        if item.get_closest_marker("left") is not None:
+            continue
         if item.path.stem in GRIDS:
             sets[item.path, item.originalname, policy_of(item)].append(item)
         else:

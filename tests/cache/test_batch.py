@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pairwise import one_of, pairs
-from policy_runs import POLICIES, backbone, distinct_tokens, held, make, tokens
+from policy_runs import POLICIES, backbone, by_kind, distinct_tokens, held, make, tokens
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -56,7 +56,7 @@ class Kept:
         return self.cache
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, REREADING, "score=cis(0.05)"])
+@pytest.mark.parametrize("policy", by_kind([*POLICIES, REREADING, "score=cis(0.05)"]))
 def test_each_text_is_as_alone(policy):
     """With one family by lot; documents (test_documents.py) have the other."""
     family = one_of(["llama", "gemma3"], policy)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from policy_rules import rounded
-from policy_runs import EVICTING, LENGTH, backbone, held, logits_of, make, tokens, turn
+from policy_runs import EVICTING, LENGTH, backbone, by_kind, held, logits_of, make, tokens, turn
 from slot_layers import SELECTIONS, layers_of_slots, slots_of
 from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)
 
@@ -88,7 +88,7 @@ def test_every_policy_keeps_them(monkeypatch, policy):
     check_run(monkeypatch, policy, positions=turn(policy, "compact", "original"), decode_every=turn(policy, None, 5))
 
 
-@pytest.mark.parametrize("policy", QUANTISED)
+@pytest.mark.parametrize("policy", by_kind(QUANTISED))
 def test_in_four_bits(monkeypatch, policy):
     check_run(monkeypatch, policy, kv_bits=4)
 
