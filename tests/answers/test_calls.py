@@ -87,7 +87,7 @@ WORDS = st.lists(st.sampled_from([
 ]), max_size=8).map("".join)  # fmt: skip
 LEAVES = st.none() | st.booleans() | st.integers(-99, 99) | WORDS
 INNER = st.dictionaries(
-    st.sampled_from("abc"), st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3), max_leaves=4)
+    st.sampled_from("abc"), st.recursive(LEAVES, lambda each: st.lists(each, max_size=3), max_leaves=4)
 )
 ENDED = regex.compile(
     r"</parameter>\s*</function>|</function>\s*</tool_call>|</arg_value>\s*(<arg_key>|</tool_call>)|</function>\Z"
@@ -246,10 +246,8 @@ def test_a_call_that_must_be_in_a_form_that_a_tokenizer_declares(field, text):
         "fields": {"tool_calls": field | {"repeats": field["content"] == "json"}},
     }
     tokenizer.chat_template = "{{ tools }}"
-    properties = {"place": {"type": "string"}, "days": {"type": "integer"}}
-    tools = {
-        "depth": {"properties": properties, "required": [*properties], "type": "object", "additionalProperties": False}
-    }
+    kinds = {"place": {"type": "string"}, "days": {"type": "integer"}}
+    tools = {"depth": {"properties": kinds, "required": [*kinds], "type": "object", "additionalProperties": False}}
     form = answer_form(tokenizer, tools=True).calls
     if text is None:
         with pytest.raises(ValueError, match=f"must be 'auto' .*: of this tokenizer's calls, {field['content']} with"):

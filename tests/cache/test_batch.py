@@ -32,17 +32,8 @@ def alone(policy, ids, family="llama", sampling=None, seed=0, **settings):
     cache = make(policy, length=len(ids), family=family, **settings)
     with attach(model):
         logits = prefill(model, ids, cache)
-        said = decode(
-            model,
-            cache,
-            logits,
-            prompt=ids,
-            max_new_tokens=NEW,
-            sampling=sampling or Sampling(),
-            stop=frozenset(),
-            seed=seed,
-        )
-        return list(said), held(cache)
+        rest = dict(sampling=sampling or Sampling(), stop=frozenset(), seed=seed)
+        return [*decode(model, cache, logits, prompt=ids, max_new_tokens=NEW, **rest)], held(cache)
 
 
 class Kept:
@@ -83,9 +74,8 @@ def test_few_bits_and_sampling_are_each_texts_own(policy):
     def new_cache(request: Request) -> BoundedCache:
         return make(policy, length=len(request.ids), kv_bits=4)
 
-    found = {
-        id(text.request): text.tokens for text in run(backbone(), SILENT, requests, new_cache, max_running=3, piece=40)
-    }
+    ended = run(backbone(), SILENT, requests, new_cache, max_running=3, piece=40)
+    found = {id(text.request): text.tokens for text in ended}
     for number, (ids, request) in enumerate(zip(texts, requests, strict=True)):
         assert found[id(request)] == alone(policy, ids, sampling=sampling, seed=number, kv_bits=4)[0]
 
@@ -152,11 +142,8 @@ def test_a_forward_that_fails_ends_its_texts_and_no_others(monkeypatch):
         assert batch.step() == [first]
     while batch.running:
         batch.step()
-    assert (
-        first.finish_reason == "error"
-        and len(first.written) == 0
-        and late.tokens == alone("h2o", tokens(40, seed=2))[0]
-    )
+    assert first.finish_reason == "error" and len(first.written) == 0
+    assert late.tokens == alone("h2o", tokens(40, seed=2))[0]
 
 
 @pytest.mark.parametrize(
@@ -207,9 +194,8 @@ def test_a_cache_of_a_batch_takes_other_texts_after_a_reset():
     cache = BatchCache(24, "h2o", chunk=13, local_len=5)
 
     def answer(ids, **form):
-        return model.generate(
-            ids, **{CACHE: cache}, max_new_tokens=4, eos_token_id=None, do_sample=False, **form
-        ).tolist()
+        form |= {CACHE: cache, "max_new_tokens": 4, "eos_token_id": None, "do_sample": False}
+        return model.generate(ids, **form).tolist()
 
     with attach(model), torch.no_grad():
         first = answer(ids)
@@ -259,12 +245,8 @@ def test_a_policy_that_generate_cannot_run_says_so():
     model, ids = backbone(), torch.tensor([tokens(30)])
     for policy in ("sirllm", REREADING):
         heads = make(policy).heads
-        with (
-            attach(model),
-            pytest.raises(
-                ValueError, match="is not for model.generate with a batch: use locret_kit.runtime.engine.run"
-            ),
-        ):
+        said = "is not for model.generate with a batch: use locret_kit.runtime.engine.run"
+        with attach(model), pytest.raises(ValueError, match=said):
             model.generate(ids, **{CACHE: BatchCache(24, policy, heads, chunk=13, local_len=5)}, max_new_tokens=2)
 
 

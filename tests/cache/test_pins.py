@@ -151,10 +151,8 @@ def test_budgets_are_raised(data, heads, unit):
         assert all(floor <= b <= max(floor, was) for floor, b, was in zip(least, mine, budgets, strict=True))
         if all(floor <= was for floor, was in zip(least, budgets, strict=True)):
             assert mine == budgets
-        spare, total = (
-            [max(0, was - floor) for floor, was in zip(least, budgets, strict=True)],
-            sum(budgets) - sum(least),
-        )
+        spare = [max(0, was - floor) for floor, was in zip(least, budgets, strict=True)]
+        total = sum(budgets) - sum(least)
         shares = [Fraction(n * total * WHOLE // max(1, sum(spare)), WHOLE) for n in spare]
         assert mine == [n + more for n, more in zip(least, rounded(shares, total, spare), strict=True)]
 
@@ -231,9 +229,7 @@ def test_forks_copies_and_resets(policy):
     assert one.pins == PINS and torch.equal(read(one, ids=longer), wanted) and held(one) == held(fresh)
     two = copy.deepcopy(one)
     assert two.pins == PINS and held(two) == held(one)
-    assert torch.equal(
-        read(two, steps=9, ids=[*longer, *range(5, 25), 3]), read(one, steps=9, ids=[*longer, *range(5, 25), 3])
-    )
+    assert torch.equal(*(read(each, steps=9, ids=[*longer, *range(5, 25), 3]) for each in (two, one)))
     two.unpin(0, 99)
     assert one.pins == PINS and not two.pins
     for length in (90, 71):

@@ -25,9 +25,8 @@ BASES = ["locret", "h2o", "ada-locret"]
 @pytest.mark.parametrize(("positions", "apart"), [("original", 0), ("compact", 32), ("clipped(20)", 0)])
 def test_what_was_evicted_is_read_as_if_it_had_stayed(positions: str, apart: int) -> None:
     policy = f"locret recall=blocks(size=4,take=99,local=0,apart={apart})"
-    found, wanted = (
-        logits_of(make(one, positions=positions), tokens(), tokens(12, seed=1)) for one in (policy, "full")
-    )
+    caches = (make(one, positions=positions) for one in (policy, "full"))
+    found, wanted = (logits_of(cache, tokens(), tokens(12, seed=1)) for cache in caches)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 

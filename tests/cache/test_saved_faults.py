@@ -98,10 +98,8 @@ def refused(name: str, path: Path, data: bytes, *words: str) -> None:
         load(name, path)
     said = str(error.value)
     assert alive.peak <= HONEST + 4 * len(data) and len(said) < 700 and said.isprintable(), said
-    assert str(path) in said and (not words or any(word in said.replace(str(path), "") for word in words)), (
-        words,
-        said,
-    )
+    assert str(path) in said
+    assert not words or any(word in said.replace(str(path), "") for word in words), (words, said)
 
 
 class Harmful:

@@ -111,9 +111,8 @@ def test_where_it_does_not_run(caplog, monkeypatch):
 
 def test_pytorchs_operator_takes_what_it_is_given():
     """Its own checks of arguments and shapes, on meta tensors."""
-    if (
-        varlen_operator(META, torch.bfloat16, 64) is None
-    ):  # PyTorch 2.11's takes other arguments: then each head is a call
+    # PyTorch 2.11's takes other arguments: then each head is a call.
+    if varlen_operator(META, torch.bfloat16, 64) is None:
         assert torch.__version__ < "2.13"
         return
     q, rows = (

@@ -152,9 +152,8 @@ def paper_expected(qs, k, v, sinks, future, epsilon, value_norm, start):
         mean = q.mean(0)
         covariance = sum(np.outer(row - mean, row - mean) for row in q) / len(q)
         mean, covariance = turn @ mean, turn @ covariance @ turn.T
-        logits = [
-            float(mean @ k[t]) / math.sqrt(size) + float(k[t] @ covariance @ k[t]) / (2 * size) for t in range(sinks, n)
-        ]
+        keys = k[sinks:n]
+        logits = [float(mean @ x) / math.sqrt(size) + float(x @ covariance @ x) / (2 * size) for x in keys]
         received[sinks:] += np.array(softmax(logits)) / len(qs)
     if value_norm:
         received = np.array([(received[t] + epsilon) * norm(v[t]) for t in range(n)])

@@ -219,9 +219,7 @@ def test_decode_chooses(monkeypatch):
     model, caches = backbone(), [make("h2o") for _ in range(3)]
     with attach(model):
         assert decode_on(model, caches[0], graph=None) == decode_on(model, caches[1], graph=False)
-        with pytest.raises(
-            ValueError, match="graph=True is not possible here: CUDA graphs need a CUDA device, not cpu"
-        ):
+        with pytest.raises(ValueError, match="graph=True is not possible here: CUDA graphs need a CUDA device, not"):
             decode_on(model, caches[2], graph=True)
     assert caches[0].counters.decoding == caches[1].counters.decoding == "cpu"
 

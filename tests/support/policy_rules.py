@@ -282,9 +282,8 @@ def adaptive(alpha: float = 0.5, *, normalise: bool = False) -> Callable[..., li
                 pooled.append((True, r - len(weights), h) if r in protected[h] else (False, weight, h))
         pooled.sort(reverse=True)
         cut = layer.keep * len(scores)
-        layer.note_gap(
-            [weight for is_protected, weight, _ in pooled if not is_protected], cut - sum(map(len, protected))
-        )
+        free = [weight for is_protected, weight, _ in pooled if not is_protected]
+        layer.note_gap(free, cut - sum(map(len, protected)))
         fell = [sum(h == other for _, _, other in pooled[:cut]) for h in range(len(scores))]
         a = Fraction(round(alpha * 10**6), 10**6)
         return rounded([a * f + (1 - a) * layer.keep for f in fell], cut, [len(row_scores) for row_scores in scores])
@@ -356,9 +355,8 @@ def representatives(
         out = []
         for h, rows in enumerate(layer.heads):
             going = {row.position for r, row in enumerate(rows) if r not in best[h]}
-            vectors = {
-                u: [u * unit + i in held for i in range(unit) for held in one] for u in {p // unit for p in going}
-            }
+            pages = {p // unit for p in going}
+            vectors = {u: [u * unit + i in held for i in range(unit) for held in one] for u in pages}
             X = unit * len(one)
             reference = {
                 "zeros": [False] * X,
