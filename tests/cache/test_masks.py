@@ -115,14 +115,8 @@ def test_positions_are_those_of_the_text():
     """Of packed texts, in any number of axes, with a mask or without."""
     model, packed = tiny_model("llama"), torch.arange(T).remainder(HALF)
     with attach(model):
-        for given in (
-            packed,
-            packed[None],
-            packed.expand(3, 1, T),
-            torch.arange(T)[None] / 2,
-            torch.tensor(3),
-            packed[None, :9],
-        ):
+        others = torch.arange(T)[None] / 2, torch.tensor(3), packed[None, :9]
+        for given in (packed, packed[None], packed.expand(3, 1, T), *others):
             for mask in (None, torch.ones(1, T)):
                 for cache in (BoundedCache(200, "snapkv", prompt_length=T), BatchCache(200, "snapkv")):
                     with pytest.raises(ValueError, match="^position_ids=.* where this cache goes on"):

@@ -115,10 +115,7 @@ def test_pytorchs_operator_takes_what_it_is_given():
     if varlen_operator(META, torch.bfloat16, 64) is None:
         assert torch.__version__ < "2.13"
         return
-    q, rows = (
-        torch.empty(1, 4, 3, 64, dtype=torch.bfloat16, device=META),
-        torch.empty(20, 64, dtype=torch.bfloat16, device=META),
-    )
+    q, rows = (torch.empty(*n, dtype=torch.bfloat16, device=META) for n in ((1, 4, 3, 64), (20, 64)))
     numbers = torch.empty(2, dtype=torch.int64, device=META)
     assert attend_heads(q, rows, rows, numbers, numbers, 9, 0.3).shape == q.shape
     k = torch.empty(1, 2, 9, 64, dtype=torch.bfloat16, device=META)

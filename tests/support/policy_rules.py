@@ -159,13 +159,8 @@ def proxies(count: Callable[[OracleLayer], int], first: int = 0) -> Callable[[Or
         for j in range(min(first, layer.seen - count(layer))):
             for h, rows in enumerate(layer.heads):
                 keys = np.stack([rotated(layer.text[i][h], i, theta) for i in range(j + 1)])
-                a = np.mean(
-                    [
-                        softmax(keys @ rotated(layer.queries[j][h * G + g], j, theta) / math.sqrt(keys.shape[1]))
-                        for g in range(G)
-                    ],
-                    axis=0,
-                )
+                queries = (rotated(q, j, theta) for q in layer.queries[j][h * G : h * G + G])
+                a = np.mean([softmax(keys @ q / math.sqrt(keys.shape[1])) for q in queries], axis=0)
                 for r, row in enumerate(rows):
                     out[h][r] += a[row.position] if row.position <= j else 0.0
         return out
