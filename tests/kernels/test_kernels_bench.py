@@ -1,5 +1,7 @@
 """The gate before timings: every operation passes it, and no result passes that is zeroed, shifted or of another kind."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from interpreted import common

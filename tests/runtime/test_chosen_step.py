@@ -1,5 +1,7 @@
 """Width, length and batch that are chosen for a model and a device."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,7 @@
 """What is offered where a run does not fit, or runs out of memory."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 
 import pytest
@@ -74,8 +76,9 @@ def test_a_plan_that_was_too_low_is_lowered_by_what_was_asked():
     """Memory ran out although the plan fits what there was: what is offered needs less than planned by what was asked."""
     model = tiny_model("llama")
     cache = BoundedCache(600, "h2o", chunk=300, prompt_length=2000)
-    setting = setting_of(2000, 600, 300, "float32", policy=cache.policy)
-    peak = plan_inference(BackboneSizes.of(model.config), setting).peak
+    peak = plan_inference(
+        BackboneSizes.of(model.config), setting_of(2000, 600, 300, "float32", policy=cache.policy)
+    ).peak
     with pytest.raises(OutOfMemory) as caught, explain_oom(model, cache, 2000):
         raise torch.OutOfMemoryError(small(f"{peak / 2**20 + 1:.2f} MiB"))
     budget = int(str(caught.value).split("; budget ")[1].split()[0])

@@ -1,5 +1,7 @@
 """Pieces that several tests of plan train share."""
 
+from __future__ import annotations
+
 import gc
 import random
 from collections.abc import Callable
