@@ -1,5 +1,7 @@
 """The memory plan against models on PyTorch's meta device, whose storages are counted as they are made."""
 
+from __future__ import annotations
+
 from functools import partial
 from itertools import product
 

@@ -104,9 +104,8 @@ def test_many_clients_that_leave(url, engine):
         body = {"messages": user(text_of(60)), "max_tokens": 64, "stream": number % 2 == 0, "n": 1 + number % 3}
         try:
             timeout = httpx.Timeout(5, read=0.01 * (number % 20) + 0.001)
-            with httpx.stream(
-                "POST", f"{url}/v1/chat/completions", json=body, headers=bearer(), timeout=timeout
-            ) as one:
+            where, given = f"{url}/v1/chat/completions", dict(headers=bearer(), timeout=timeout)
+            with httpx.stream("POST", where, json=body, **given) as one:
                 if one.status_code == 200:
                     next(one.iter_lines())
         except httpx.HTTPError:
@@ -135,9 +134,8 @@ FIELDS = {
 
 def test_malformed_bodies(url):
     bodies = [*WRONG, json.dumps({"messages": user("\ud800")}).encode()]
-    bodies += [
-        json.dumps({"messages": user("x"), name: value}).encode() for name, values in FIELDS.items() for value in values
-    ]
+    fields = ((name, value) for name, values in FIELDS.items() for value in values)
+    bodies += [json.dumps({"messages": user("x"), name: value}).encode() for name, value in fields]
     assert len(bodies) >= 50
     with httpx.Client(headers=bearer() | {"content-type": "application/json"}, timeout=300) as client:
         for body in bodies:

@@ -46,11 +46,8 @@ def test_texts_and_calls_by_turns(url, client, monkeypatch):
         assert [item.name if item.type == "function_call" else item.content[0].text for item in items] == want
     assert "".join(event.delta for event in seen if event.type.endswith("text.delta")) == "I look. and then"
     with anthropic.Anthropic(base_url=url, api_key=KEYS[0], max_retries=0) as claude:
-        asked |= {
-            "messages": user("a"),
-            "tools": [{"name": "now", "input_schema": {"type": "object"}}],
-            "max_tokens": tokens,
-        }
+        asked |= {"messages": user("a"), "tools": [{"name": "now", "input_schema": {"type": "object"}}]}
+        asked["max_tokens"] = tokens
         with claude.messages.stream(**asked) as stream:
             streamed = stream.get_final_message()
         for message in (claude.messages.create(**asked), streamed):
@@ -140,10 +137,8 @@ def test_another_template_is_told_in_words():
 ])  # fmt: skip
 def test_tools_as_every_protocol_has_them(tool):
     (made,) = ChatBody.model_validate({"messages": user("a"), "tools": [tool]}).tools
-    assert made.model_dump() == {
-        "type": "function",
-        "function": {"name": "f", "description": "", "parameters": {"a": 1}},
-    }
+    function = {"name": "f", "description": "", "parameters": {"a": 1}}
+    assert made.model_dump() == {"type": "function", "function": function}
     assert ChatBody.model_validate({"messages": user("a"), "tools": [{**tool, "type": "bash_20250124"}]}).tools == []
 
 

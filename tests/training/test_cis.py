@@ -80,9 +80,8 @@ def test_recall_against_sets(seed, S, fraction):
     n = max(1, int(fraction * S))
     shares = []
     for h in range(2):
-        mine, true = (
-            set(sorted(range(S), key=lambda s, x=x, h=h: -x[0, h, s].item())[:n]) for x in (predicted, target)
-        )
+        orders = (sorted(range(S), key=lambda s, x=x, h=h: -x[0, h, s].item()) for x in (predicted, target))
+        mine, true = (set(order[:n]) for order in orders)
         shares.append(len(mine & true) / n)
     assert top_recall(predicted, target, fraction).item() == pytest.approx(sum(shares) / 2)
 
