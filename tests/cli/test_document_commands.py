@@ -154,12 +154,8 @@ def test_info_is_quick_and_shows_the_record(use, book):
 
 def test_several_questions_read_the_text_once(use, tmp_path):
     """With the answers of runs of their own: also where the text is read for each, as under a budget that is a share."""
-    shared = [
-        (RUN, True),
-        ((*RUN, "--no-chat"), True),
-        ((*RUN, "--protect", "first+markers"), True),
-        ((*RUN, "--policy", "full"), True),
-    ]
+    more = (), ("--no-chat",), ("--protect", "first+markers"), ("--policy", "full")
+    shared = [((*RUN, *words), True) for words in more]
     for more, once in (*shared, (("--budget", "0.25"), False)):
         words = ("long.txt", "--ckpt", "heads", *more)
         report = ("--report", "{out}/r.json", "--max-new-tokens", "5")

@@ -238,11 +238,8 @@ def test_a_fork_that_is_refused_is_a_fresh_run_and_any_other_error_is_no_refusal
 
 def test_out_of_memory_frees_everything_before_the_prompt_is_read_alone(alone, heads, tmp_path, monkeypatch):
     """While a prompt goes on from a shared beginning, the model finds no room to decode."""
-    forward, fork, fresh = (
-        LlamaForCausalLM.forward,
-        measure.BoundedCache.fork,
-        measure.BoundedCache.__init__,
-    )
+    forward, kind = LlamaForCausalLM.forward, measure.BoundedCache
+    fork, fresh = kind.fork, kind.__init__
     forks, freed, left = [], [], []
 
     def forks_are_known(cache, prompt_length=None, **rest):

@@ -156,15 +156,7 @@ def test_rows_survive_the_file_and_those_without_later_fields_are_read(tmp_path)
     """U+2028 and its kind end lines for `str.splitlines`, not for JSON."""
     row = replace(ROW, output="a\nb\u2028\u2029c\x85\x0c\r", scores={"match": 1.0}, answer=["x", 2], depth=0.25)
     (tmp_path / "rows.0.jsonl").write_text(row.to_json() + "\n", encoding="utf-8")
-    first = {
-        "task": "R.Number",
-        "haystack": "repeated",
-        "length": 1,
-        "budget": 2,
-        "policy": "p",
-        "heads": "-",
-        "sample": 3,
-    }
+    first = dict(task="R.Number", haystack="repeated", length=1, budget=2, policy="p", heads="-", sample=3)
     more = {"score": 0.0, "output": " x", "answer": "1", "samples": 20, "dtype": "float32", "date": "2026-11-21"}
     (tmp_path / "rows.1.jsonl").write_text(json.dumps(first | more) + '\n{"task": "half')
     (number, passkey) = read_rows(tmp_path)

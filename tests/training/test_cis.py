@@ -121,16 +121,8 @@ def test_observer_equals_one_joint_pass(kind, answers):
         value.backward()
         alive.append([i for i in range(3) if heads[i].fc1.weight.grad is not None])
 
-    observer = Observer(
-        heads,
-        ropes,
-        spec_of(model.config).layers,
-        answers,
-        kind=kind,
-        lead=1,
-        loss=partial(cis_loss, **loss),
-        backward=backward,
-    )
+    given = dict(kind=kind, lead=1, loss=partial(cis_loss, **loss), backward=backward)
+    observer = Observer(heads, ropes, spec_of(model.config).layers, answers, **given)
     recorder = Recorder(ropes)
     with torch.no_grad(), attach(model) as attachment:
         logits = model(input_ids=ids).logits
