@@ -45,6 +45,12 @@ GRIDS = (
 """Files of whose tests ``GRID`` sets of parameters run, or one for each policy; with ``--all`` every one, and more examples of
 hypothesis."""
 GRID = 6
+LONGEST = (
+    "test_readme_pasted", "test_default_types", "test_golden", "test_dense_step", "test_architectures", "test_on_card",
+    "test_resume", "test_folded", "test_kernels_compile", "test_changed_weights", "test_hub", "test_chunk_graph",
+    "test_gpu_script", "test_deepspeed", "test_serving_faults", "test_serving_sessions", "test_docs",
+)  # fmt: skip
+"""Files that take ten seconds of a processor and more, in that order."""
 
 
 def pytest_addoption(parser):
@@ -73,12 +79,13 @@ def pytest_ignore_collect(collection_path, config):
 @pytest.hookimpl(trylast=True)  # of what -k and -m leave
 def pytest_collection_modifyitems(config, items):
     """With ``--fast`` a sample, else without ``--all`` some of each grid. The longest first, so that no process waits for them
-    at the end: those that run the demo backbone."""
+    at the end."""
     if not config.getoption("--all"):
         chosen = sample(items) if config.getoption("--fast") else one_size(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
-    items.sort(key=lambda item: item.get_closest_marker("backbone") is None)
+    last = len(LONGEST)
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else last)
 
 
 def sample(items):
