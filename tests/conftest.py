@@ -39,12 +39,18 @@ GRIDS = (
     "test_policies_oracle", "test_pins", "test_bounded_cache", "test_batch", "test_decoding", "test_attention",
     "test_lococo", "test_sparse_prefill", "test_answering", "test_interrupts",
     "test_kernels_attention", "test_kernels_fused", "test_kernels_rows", "test_kernels_select", "test_kernels_sparse",
-    "test_backend_contract", "test_cpu_backend", "test_products", "test_fake_cuda", "test_key_scores", "test_families",
-    "test_architectures", "test_rope_scalings",
+    "test_backend_contract", "test_cpu_backend", "test_products", "test_fake_cuda", "test_key_scores", "test_kvzip",
+    "test_families", "test_architectures", "test_rope_scalings",
 )  # fmt: skip
 """Files of whose tests ``GRID`` sets of parameters run, or one for each policy; with ``--all`` every one, and more examples of
 hypothesis."""
 GRID = 6
+LONGEST = (
+    "test_readme_pasted", "test_default_types", "test_golden", "test_dense_step", "test_architectures", "test_on_card",
+    "test_resume", "test_folded", "test_kernels_compile", "test_changed_weights", "test_hub", "test_chunk_graph",
+    "test_gpu_script", "test_deepspeed", "test_serving_faults", "test_serving_sessions", "test_docs",
+)  # fmt: skip
+"""Files that take ten seconds of a processor and more, in that order."""
 
 
 def pytest_addoption(parser):
@@ -73,12 +79,13 @@ def pytest_ignore_collect(collection_path, config):
 @pytest.hookimpl(trylast=True)  # of what -k and -m leave
 def pytest_collection_modifyitems(config, items):
     """With ``--fast`` a sample, else without ``--all`` some of each grid. The longest first, so that no process waits for them
-    at the end: those that run the demo backbone."""
+    at the end."""
     if not config.getoption("--all"):
         chosen = sample(items) if config.getoption("--fast") else one_size(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
-    items.sort(key=lambda item: item.get_closest_marker("backbone") is None)
+    last = len(LONGEST)
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else last)
 
 
 def sample(items):
@@ -103,9 +110,11 @@ def sample(items):
 
 
 def one_size(items):
-    """All tests but those of ``GRIDS``, and of each of these some."""
+    """All tests but those that are marked ``left`` and those of ``GRIDS``, and of each of these some."""
     chosen, sets = set(), defaultdict(list)
     for item in items:
+        if item.get_closest_marker("left") is not None:
+            continue
         if item.path.stem in GRIDS:
             sets[item.path, item.originalname, policy_of(item)].append(item)
         else:

@@ -1,7 +1,5 @@
 """Answers of ten families, read whole, token by token and with every cut, against what vLLM's parsers make of them."""
 
-from __future__ import annotations
-
 import json
 from copy import copy
 from pathlib import Path
@@ -50,9 +48,8 @@ def test_an_answer_is_read_the_same_in_whatever_pieces(name):
     for at in range(len(answer)):
         assert read(name, [answer[:at], answer[at:]]) == whole, at
     marks = new_reader(name).marks
-    stream = TextStream(
-        tokenizer, shown=frozenset(id for mark, id in tokenizer.get_added_vocab().items() if mark in marks)
-    )
+    shown = frozenset(id for mark, id in tokenizer.get_added_vocab().items() if mark in marks)
+    stream = TextStream(tokenizer, shown=shown)
     ids = tokenizer(answer, add_special_tokens=False).input_ids
     pieces = [*map(stream.add, ids)]
     assert read(name, [*pieces, stream.end()]) == whole
@@ -149,10 +146,8 @@ def test_forms_of_others(marks, answer, events):
 def test_without_tools_a_call_is_text_and_channels_are_read():
     tokenizer = family_tokenizer("gpt-oss")
     reader = Reader(answer_form(tokenizer))
-    answer = (
-        f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>final<|message|>{TEXT}<|return|>"
-    )
-    assert read_pieces(reader, [answer]) == [("thought", THOUGHT), ("text", TEXT)]
+    said = f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>final<|message|>{TEXT}"
+    assert read_pieces(reader, [f"{said}<|return|>"]) == [("thought", THOUGHT), ("text", TEXT)]
     assert all(mark in reader.marks for mark in ("<|channel|>", "<|message|>", "<|start|>", "<|end|>"))
     qwen = Reader(answer_form(family_tokenizer("qwen3")))
     assert read_pieces(qwen, [FAMILIES["qwen3"].answer])[1][1].endswith("</tool_call>")

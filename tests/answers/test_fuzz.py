@@ -1,7 +1,5 @@
 """Random answers of every family and form, of words, marks and halves of marks: read whole and with random cuts."""
 
-from __future__ import annotations
-
 import random
 from copy import copy
 from itertools import pairwise
@@ -29,13 +27,8 @@ ANSWERS = 30
 def read(make, pieces: list[str]):
     """Events, thoughts, the stop text and its place, and arguments of the calls."""
     reader = make()
-    return (
-        read_pieces(reader, pieces),
-        reader.thoughts,
-        reader.stop,
-        reader.stopped_at,
-        [call.arguments for call in reader.calls],
-    )
+    events, calls = read_pieces(reader, pieces), [call.arguments for call in reader.calls]
+    return events, reader.thoughts, reader.stop, reader.stopped_at, calls
 
 
 def new_answer(chance: random.Random, marks: list[str], wholes: list[str]) -> tuple[str, list[str]]:

@@ -1,7 +1,5 @@
 """Answers as models write them beside their form: stop texts, open thoughts, tags around answers, quotes, broken calls."""
 
-from __future__ import annotations
-
 from copy import copy
 from types import SimpleNamespace
 from unittest import mock
@@ -222,10 +220,8 @@ def test_calls_of_python_in_a_transformers_that_cannot_read_them(field):
     ):
         text = f"<c>{said}</c>" if "open" in field else said
         assert read(answer_form(tokenizer, tools=True), text) == [("call", "w"), ("arguments", '{"s": "a", "n": 3}')]
-        assert (
-            read(form_of("{{ tools }}<|tool_list_start|>"), f"<|tool_call_start|>{said}<|tool_call_end|>")[0][0]
-            == "call"
-        )
+        form = form_of("{{ tools }}<|tool_list_start|>")
+        assert read(form, f"<|tool_call_start|>{said}<|tool_call_end|>")[0][0] == "call"
 
 
 @pytest.mark.parametrize("name", ["tool_calls", "thinking"])

@@ -1,18 +1,10 @@
 """A sample of architectures, one of each kind, through every check; ``scripts/decoders.py`` runs all of them."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
 import torch
-from tiny_decoders.checks import (
-    CHUNK,
-    PROMPT,
-    TAIL,
-    Subject,
-    verdict,
-)
+from tiny_decoders.checks import CHUNK, PROMPT, TAIL, Subject, verdict
 from tiny_decoders.needed import Sizes
 from tiny_decoders.rows import rows
 from tiny_decoders.simulation import Plan, simulate
@@ -96,11 +88,9 @@ def test_refused(name):
 @pytest.mark.parametrize("name", PARTLY)
 def test_partly_refused(name):
     (words, refused), lines = PARTLY[name], lines_of(name)
-    wrong = {
-        check: line
-        for check, line in lines.items()
-        if not (is_refused(line, words) if re.fullmatch(refused, check) else line == "exact")
-    }
+    right = {check: is_refused(line, words) if re.fullmatch(refused, check) else line == "exact"
+             for check, line in lines.items()}  # fmt: skip
+    wrong = {check: line for check, line in lines.items() if not right[check]}
     assert wrong == {}
 
 

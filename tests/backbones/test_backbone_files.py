@@ -1,7 +1,5 @@
 """Backbones whose files are wrong, incomplete, or bring code of their own."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
@@ -79,9 +77,8 @@ def test_heads_on_another_backbone_are_warned_of(backbone, tmp_path):
     copy = shutil.copytree(backbone, tmp_path / "elsewhere" / "backbone")
     assert other_backbone("lab/model", "lab/model") is None
     assert other_backbone("lab/backbone", str(copy)) is None, "a local copy goes by its name"
-    assert "trained on 'lab/model-instruct', and this runs 'lab/model'" in other_backbone(
-        "lab/model-instruct", "lab/model"
-    )
+    said = other_backbone("lab/model-instruct", "lab/model")
+    assert "trained on 'lab/model-instruct', and this runs 'lab/model'" in said
 
 
 @pytest.mark.parametrize(
@@ -95,10 +92,8 @@ def test_an_impossible_field_is_one_line_that_names_file_and_field(backbone, fie
     """Tracebacks before, a plan of nonsense, or for 10**9 layers no end."""
     path = backbone / "config.json"
     config = json.loads(path.read_text())
-    change = (
-        {"rope_parameters": {**config["rope_parameters"], field: value}} if field == "rope_type" else {field: value}
-    )
-    path.write_text(json.dumps(config | change))
+    (config["rope_parameters"] if field == "rope_type" else config)[field] = value
+    path.write_text(json.dumps(config))
     for load in (load_config, load_backbone):
         with pytest.raises((ValueError, OSError)) as caught:
             load(str(backbone))
@@ -191,9 +186,7 @@ def test_texts_that_spell_tokens_beyond_the_rows_are_plain(beyond, tmp_path, cap
     for words in (["--question", "What is <extra>?"], ["--question", "What is <extra>?", "--no-chat"], []):
         assert infer([str(text), *run, *words]) == 0, capsys.readouterr().err
     for ids in ([5, rows], [5, -1], array("i", [rows + 1])):
-        with pytest.raises(
-            ValueError, match=f"^tokens from .* must be from 0 to {rows - 1}, the rows of the embedding$"
-        ):
+        with pytest.raises(ValueError, match=f"^tokens from .* must be from 0 to {rows - 1}, the rows of the embed"):
             prefill(model, ids, BoundedCache(8, "streaming"))
 
 

@@ -1,8 +1,6 @@
 """Weights that change between two answers, in every way in which people change them: what is said then is what the changed model
 says by ``model.generate``, and with retaining heads what the reference says."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest
@@ -19,7 +17,7 @@ from locret_kit.backbones.probe import UnsupportedArchitecture, describe
 from locret_kit.runtime.engine import Engine, Request
 from locret_kit.runtime.session import Answer
 
-IDS, LIMIT = distinct_tokens(60), 16
+IDS, LIMIT = distinct_tokens(60), 10
 
 
 def model_of(**changes):

@@ -1,8 +1,6 @@
 """What runs after ``torch.set_default_dtype`` or ``torch.set_default_device``, each in a process of its own, which may die: the
 same numbers as without. Models are made before, as by a program that loads and then changes the default; all else after."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from itertools import product
@@ -31,7 +29,8 @@ from locret_kit.evals.engine import read_rows
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import Answer
 
-DEFAULTS = ("float64", "bfloat16", "meta")
+DEFAULTS = (), ("bfloat16",), ("float64", "meta")
+"""Types and devices that a program sets, one beside the other where they cannot hide each other's faults."""
 SETTINGS = dict(chunk=13, stabilizers=4, local_len=5)
 APART = (
     "recall", "infllm", "minference", "rereading-locret(tokens=12,window=4,kernel=3,first=2)",
@@ -83,7 +82,7 @@ class Program:
             if name.startswith("torch.") or policy == "h2o":
                 found[f"{policy} {backend} {name}"] = self.run(self.models[name], policy, backend=backend)
         for policy in ("h2o", "ada-snapkv(6,3)", "locret", "recall"):
-            found[f"{policy} triton"] = self.run(self.model, policy, 40, 4, backend="triton")
+            found[f"{policy} triton"] = self.run(self.model, policy, 30, 2, backend="triton")
         for bits, backend, policy in product((8, 4, 2), ("reference", "cpu"), ("recall", "snapkv(6,3)")):
             found[f"{policy} {backend} {bits}"] = self.run(self.model, policy, backend=backend, kv_bits=bits)
         save_cache(self.cache, folder / "it.cache")
@@ -102,32 +101,29 @@ class Program:
         return found
 
 
-def after(default: str, program: Program, folder: Path) -> int:
-    """Change a default and write what is found."""
+def after(defaults: tuple[str, ...], program: Program, folder: Path) -> int:
+    """Change defaults and write what is found."""
     hadamard.cache_clear()  # which another test may have filled
-    if default == "meta":
-        torch.set_default_device(default)
-    else:
-        torch.set_default_dtype(getattr(torch, default))
+    for name in defaults:
+        (torch.set_default_device if name == "meta" else torch.set_default_dtype)(getattr(torch, name, name))
     (folder / "found.json").write_text(json.dumps(program.found(folder)))
     return 0
 
 
 def test_defaults_of_a_program_change_nothing(tmp_path):
     program, children, found = Program(tmp_path), {}, {}
-    for default in ("float32", *DEFAULTS):
-        folder = tmp_path / default
+    for defaults in DEFAULTS:
+        folder = tmp_path / "-".join(("of", *defaults))
         folder.mkdir()
-        work = partial(after, default, program, folder)
-        children[default] = start(work, folder / "log")
-    statuses = {default: status_of(child) for default, child in children.items()}
-    for default, status in statuses.items():
-        assert status == 0, f"{default}: {(tmp_path / default / 'log').read_text()[-3000:]}"
-        found[default] = json.loads((tmp_path / default / "found.json").read_text())
-    wanted = found.pop("float32")
+        children[folder] = start(partial(after, defaults, program, folder), folder / "log")
+    statuses = {folder: status_of(child) for folder, child in children.items()}
+    for folder, status in statuses.items():
+        assert status == 0, f"{folder.name}: {(folder / 'log').read_text()[-3000:]}"
+        found[folder.name] = json.loads((folder / "found.json").read_text())
+    wanted = found.pop("of")
     assert len({str(x) for x in wanted.values()}) > 40
-    for default, others in found.items():
-        assert [name for name in wanted if others[name] != wanted[name]] == [], default
+    for name, others in found.items():
+        assert [one for one in wanted if others[one] != wanted[one]] == [], name
 
 
 @pytest.mark.parametrize("bits", [None, 4])

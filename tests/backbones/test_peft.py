@@ -1,7 +1,5 @@
 """Adapters on the backbone: merged exactly, recorded by the heads, and asked for at inference."""
 
-from __future__ import annotations
-
 import io
 import sys
 from pathlib import Path
@@ -59,9 +57,8 @@ def answer(capsys, monkeypatch, *argv: str) -> tuple[int, str, str]:
 def test_heads_are_trained_on_the_adapted_backbone_and_remember_it(backbone, lora, tmp_path, capsys, monkeypatch):
     assert fit(backbone, tmp_path / "plain") == 0
     assert fit(backbone, tmp_path / "adapted", f"backbone.adapter={lora}") == 0
-    plain, adapted = (
-        RetainingHeads.from_pretrained(str(tmp_path / name / "heads.pt")) for name in ("plain", "adapted")
-    )
+    files = (tmp_path / name / "heads.pt" for name in ("plain", "adapted"))
+    plain, adapted = (RetainingHeads.from_pretrained(str(file)) for file in files)
     assert (plain.config.adapter, adapted.config.adapter) == (None, str(lora))
     assert not torch.equal(plain[0].fc1.weight, adapted[0].fc1.weight), "they saw other q, k, v"
     capsys.readouterr()
@@ -85,9 +82,7 @@ def test_heads_are_trained_on_the_adapted_backbone_and_remember_it(backbone, lor
 
 def test_what_does_not_fit_is_one_line(backbone, lora, tmp_path):
     wide = save_tiny_backbone(tmp_path / "wide", hidden_size=64)
-    with pytest.raises(
-        ValueError, match=r"adapter='.*lora' cannot be put on LlamaForCausalLM: .*(size mismatch|Error)"
-    ):
+    with pytest.raises(ValueError, match=r"adapter='.*lora' cannot be put on LlamaForCausalLM: .*(size mism|Error)"):
         load_backbone(str(wide), adapter=str(lora))
     deep = save_tiny_backbone(tmp_path / "deep", num_hidden_layers=4)
     with pytest.raises(ValueError, match="cannot be put on LlamaForCausalLM: .*missing adapter keys"):

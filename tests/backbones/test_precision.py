@@ -1,7 +1,5 @@
 """Precision that nobody named: the processor alone decides, so that the next start loads what this one saves."""
 
-from __future__ import annotations
-
 import platform
 
 import pytest

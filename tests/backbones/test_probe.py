@@ -1,7 +1,5 @@
 """What the probe measures, what it leaves as it was, and what it refuses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from strangers import tokens

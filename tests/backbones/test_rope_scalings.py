@@ -1,7 +1,5 @@
 """Scaled rotary frequencies at both position schemes, against an oracle in float64 from the papers' formulas."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """MLPs in slices: what they give, how many rows they see, where they are left whole, and that nothing of it stays."""
 
-from __future__ import annotations
-
 import accelerate
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Tokenizers with more tokens than a model has rows. The oracle is the definition: no text becomes a token beyond them."""
 
-from __future__ import annotations
-
 import pytest
 from tiny_tokenizer import tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors

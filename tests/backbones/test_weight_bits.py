@@ -4,8 +4,6 @@ bitsandbytes' CPU kernels do the arithmetic here. What its CUDA kernels take bes
 planned from their source and is not measured.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import sys

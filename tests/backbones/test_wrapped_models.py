@@ -1,8 +1,6 @@
 """Models that torch, PEFT and accelerate wrap: wherever one is taken, tokens are those of the model inside, or it is refused by
 name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Attention of new tokens over rows, in each of the forms that a device takes."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from inspect import signature
@@ -117,9 +115,8 @@ def test_where_no_kernel_takes_it_logits_are_never_all_in_memory(Q, H, window, m
     """sm_75, or float32 with groups: the definition, a key/value head at a time, to the same result."""
     sizes = []
     real = attend.attend_and_count
-    monkeypatch.setattr(
-        attend, "attend_and_count", lambda q, *given, **rest: sizes.append(q.shape) or real(q, *given, **rest)
-    )
+    noted = lambda q, *given, **rest: sizes.append(q.shape) or real(q, *given, **rest)  # noqa: E731
+    monkeypatch.setattr(attend, "attend_and_count", noted)
     torch.manual_seed(0)
     q, k, v = torch.randn(1, Q, 33, 64), torch.randn(1, H, 90, 64), torch.randn(1, H, 90, 64)
     expected = attention(q, k, v, 0.3, newest(33, 90, window))
@@ -253,9 +250,7 @@ def test_the_fastest_attention_that_runs_is_chosen(
     other = "sdpa" if "FA2" in broken else f"flash ({(active[-1:] or ['FA2'])[0]})"
     assert operator(*sizes) == other
     assert backend.reads_by(*sizes) == (chosen if chosen == other else f"cudnn, until the cache is full {other}")
-    said = [
-        record.message for record in caplog.records if record.levelname == "WARNING" and "on cuda" in record.message
-    ]
+    said = [one.message for one in caplog.records if one.levelname == "WARNING" and "on cuda" in one.message]
     assert len(said) == bool(broken - {"timed"}) + ("timed" in broken)
     assert all("does not run (" in line and (chosen == "sdpa" or "TFLOP/s" in line) for line in said)
 

@@ -1,7 +1,5 @@
 """Texts of different lengths at once. The oracle is each text alone."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
@@ -9,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pairwise import one_of, pairs
-from policy_runs import POLICIES, backbone, distinct_tokens, held, make, tokens
+from policy_runs import POLICIES, backbone, by_kind, distinct_tokens, held, make, tokens
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -34,17 +32,8 @@ def alone(policy, ids, family="llama", sampling=None, seed=0, **settings):
     cache = make(policy, length=len(ids), family=family, **settings)
     with attach(model):
         logits = prefill(model, ids, cache)
-        said = decode(
-            model,
-            cache,
-            logits,
-            prompt=ids,
-            max_new_tokens=NEW,
-            sampling=sampling or Sampling(),
-            stop=frozenset(),
-            seed=seed,
-        )
-        return list(said), held(cache)
+        rest = dict(sampling=sampling or Sampling(), stop=frozenset(), seed=seed)
+        return [*decode(model, cache, logits, prompt=ids, max_new_tokens=NEW, **rest)], held(cache)
 
 
 class Kept:
@@ -58,7 +47,7 @@ class Kept:
         return self.cache
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, REREADING, "score=cis(0.05)"])
+@pytest.mark.parametrize("policy", by_kind([*POLICIES, REREADING, "score=cis(0.05)"]))
 def test_each_text_is_as_alone(policy):
     """With one family by lot; documents (test_documents.py) have the other."""
     family = one_of(["llama", "gemma3"], policy)
@@ -85,9 +74,8 @@ def test_few_bits_and_sampling_are_each_texts_own(policy):
     def new_cache(request: Request) -> BoundedCache:
         return make(policy, length=len(request.ids), kv_bits=4)
 
-    found = {
-        id(text.request): text.tokens for text in run(backbone(), SILENT, requests, new_cache, max_running=3, piece=40)
-    }
+    ended = run(backbone(), SILENT, requests, new_cache, max_running=3, piece=40)
+    found = {id(text.request): text.tokens for text in ended}
     for number, (ids, request) in enumerate(zip(texts, requests, strict=True)):
         assert found[id(request)] == alone(policy, ids, sampling=sampling, seed=number, kv_bits=4)[0]
 
@@ -154,11 +142,8 @@ def test_a_forward_that_fails_ends_its_texts_and_no_others(monkeypatch):
         assert batch.step() == [first]
     while batch.running:
         batch.step()
-    assert (
-        first.finish_reason == "error"
-        and len(first.written) == 0
-        and late.tokens == alone("h2o", tokens(40, seed=2))[0]
-    )
+    assert first.finish_reason == "error" and len(first.written) == 0
+    assert late.tokens == alone("h2o", tokens(40, seed=2))[0]
 
 
 @pytest.mark.parametrize(
@@ -209,9 +194,8 @@ def test_a_cache_of_a_batch_takes_other_texts_after_a_reset():
     cache = BatchCache(24, "h2o", chunk=13, local_len=5)
 
     def answer(ids, **form):
-        return model.generate(
-            ids, **{CACHE: cache}, max_new_tokens=4, eos_token_id=None, do_sample=False, **form
-        ).tolist()
+        form |= {CACHE: cache, "max_new_tokens": 4, "eos_token_id": None, "do_sample": False}
+        return model.generate(ids, **form).tolist()
 
     with attach(model), torch.no_grad():
         first = answer(ids)
@@ -261,12 +245,8 @@ def test_a_policy_that_generate_cannot_run_says_so():
     model, ids = backbone(), torch.tensor([tokens(30)])
     for policy in ("sirllm", REREADING):
         heads = make(policy).heads
-        with (
-            attach(model),
-            pytest.raises(
-                ValueError, match="is not for model.generate with a batch: use locret_kit.runtime.engine.run"
-            ),
-        ):
+        said = "is not for model.generate with a batch: use locret_kit.runtime.engine.run"
+        with attach(model), pytest.raises(ValueError, match=said):
             model.generate(ids, **{CACHE: BatchCache(24, policy, heads, chunk=13, local_len=5)}, max_new_tokens=2)
 
 

@@ -1,11 +1,9 @@
 """The bounded cache in whole models: against the definition of ``policy_oracle`` in float64, and against full attention."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np
-import policy_oracle as oracle
+import policy_rules as oracle
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Keys and values in 8 bits: the numbers, caches and files."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_models import tiny_model
@@ -76,7 +74,5 @@ def test_a_file_of_eight_bit_floats_is_refused_by_name(tmp_path):
         elif not part.endswith(("_step", "_zero")):
             tensors[name] = x
     CacheFile(made.saved, tensors, {}).write(tmp_path / "old.locret")
-    with pytest.raises(
-        ValueError, match="old.locret: kv_bits=8: its 8-bit floats are no longer read: read the text again"
-    ):
+    with pytest.raises(ValueError, match="old.locret: kv_bits=8: its 8-bit floats are no longer read: read the text"):
         load_cache(tmp_path / "old.locret", tiny_model("llama"))

@@ -1,7 +1,5 @@
 """Texts in another engine's memory, which hands over queries, keys and values of one layer after another."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import LlamaConfig

@@ -1,7 +1,5 @@
 """Evictions of all layers in one choice at the end of a forward, against those of each layer by itself: bit for bit."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -55,13 +53,10 @@ def run(policy: str, mode: str, together: bool):
 
 @pytest.mark.parametrize("policy", EVICTING)
 def test_equal_bit_for_bit(policy):
-    modes = list(MODES)
-    for mode in (modes[0], modes[1 + EVICTING.index(policy) % (len(modes) - 1)]):
-        (logits, left, alone), (joint_logits, joint_left, joint) = (
-            run(policy, mode, together) for together in (False, True)
-        )
-        assert torch.equal(logits, joint_logits) and left == joint_left and sum(alone) == sum(joint)
-        assert set(alone) == {1}, "each layer by itself"
+    mode = [*MODES][EVICTING.index(policy) % len(MODES)]
+    (logits, left, alone), (joint_logits, joint_left, joint) = (run(policy, mode, joined) for joined in (False, True))
+    assert torch.equal(logits, joint_logits) and left == joint_left and sum(alone) == sum(joint)
+    assert set(alone) == {1}, "each layer by itself"
 
 
 @pytest.mark.parametrize("policy", ["locret", "h2o", "tova"])
@@ -119,6 +114,5 @@ def test_an_interrupt_before_the_end_of_the_forward_is_noticed(monkeypatch):
         monkeypatch.undo()
         cache.reset(LENGTH)
         fresh = make("h2o")
-        assert torch.equal(prefill(model, tokens(), cache), prefill(model, tokens(), fresh)) and held(cache) == held(
-            fresh
-        )
+        assert torch.equal(prefill(model, tokens(), cache), prefill(model, tokens(), fresh))
+        assert held(cache) == held(fresh)

@@ -1,8 +1,6 @@
 """Retaining heads folded into the projections before them: the same products, for the layers that allow it, of the weights that
 there are now."""
 
-from __future__ import annotations
-
 import gzip
 from copy import deepcopy
 from pathlib import Path
@@ -108,13 +106,13 @@ def on_a_card(monkeypatch):
 def run(model, heads, way: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Logits of the last tokens, and the scores of what is kept then."""
     caches = [
-        BoundedCache(24, "locret", heads, backend="triton", chunk=13, prompt_length=40 + n, stabilizers=4, local_len=5)
+        BoundedCache(16, "locret", heads, backend="triton", chunk=13, prompt_length=22 + n, stabilizers=4, local_len=5)
         for n in range(1 if way == "graph" else 2)
     ]  # fmt: skip
     pool = PagePool(len(caches))
     with attach(model), torch.inference_mode():
         for n, cache in enumerate(caches):
-            prefill(model, tokens(40 + n), cache)
+            prefill(model, tokens(22 + n), cache)
             if way == "pages":
                 pool.enter(cache)
             assert deepcopy(cache).context.folded is cache.context.folded, "beams share them"
@@ -142,7 +140,7 @@ def test_the_demos_slots_in_bfloat16():
     model = AutoModelForCausalLM.from_pretrained(PROJECT / BACKBONE, dtype=torch.float32).eval()
     heads = RetainingHeads.from_pretrained(PROJECT / HEADS).float()
     with gzip.open(PROJECT / "data/jargon.txt.gz", "rt") as text:
-        ids = AutoTokenizer.from_pretrained(PROJECT / BACKBONE)(text.read(32000)[20000:]).input_ids[:2048]
+        ids = AutoTokenizer.from_pretrained(PROJECT / BACKBONE)(text.read(32000)[20000:]).input_ids[:1024]
     inputs: list[torch.Tensor] = []
     for layer in model.model.layers:
         layer.self_attn.q_proj.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
@@ -160,7 +158,7 @@ def test_the_demos_slots_in_bfloat16():
     alike, errors = [], []
     with torch.no_grad():
         model(torch.tensor([ids]))
-        for layer, head, x in zip(model.model.layers, heads.layers, inputs, strict=True):
+        for layer, head, x in [*zip(model.model.layers, heads.layers, inputs, strict=True)][::3]:
             products, fc1, fc2 = projections(layer.self_attn), head.fc1.weight, head.fc2.weight
             weight, exact = folded(head, products).weight_RC, torch.cat([one.weight for one in products])
             line = rounded(rounded(x[0]) @ rounded(exact).T)
@@ -169,7 +167,5 @@ def test_the_demos_slots_in_bfloat16():
             alike.append((slots(own) & slots(mine)).sum() / slots(own).sum())
             errors.append([((one - true).square().mean().sqrt() / true.std()).item() for one in (own, mine)])
     unfolded, of_folded = torch.tensor(errors).mean(0)
-    assert torch.stack(alike).mean() >= 0.9975 and of_folded <= 1.02 * unfolded < 0.01, (
-        torch.stack(alike).mean(),
-        errors,
-    )
+    assert torch.stack(alike).mean() >= 0.9975, alike
+    assert of_folded <= 1.02 * unfolded < 0.01, errors

@@ -1,7 +1,5 @@
 """A forked cache: one document, several questions."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from itertools import product

@@ -1,7 +1,5 @@
 """LoCoCo's pool: its fold and whole runs against Python loops in float64, its files and its place in the grammar."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -24,14 +22,8 @@ from locret_kit.policies.methods.lococo import (
     save_pool,
 )
 
-BASES = [
-    "h2o",
-    "locret",
-    "streaming",
-    "ada-snapkv(6,3)",
-    "kvcrush(base=h2o)",
-    "score=cis scope=stabilizers allocation=pyramid(3)",
-]
+BASES = ["h2o", "locret", "streaming", "ada-snapkv(6,3)", "kvcrush(base=h2o)"]
+BASES += ["score=cis scope=stabilizers allocation=pyramid(3)"]
 
 
 # ---- the definition -----------------------------------------------------------------------------------------------------
@@ -99,13 +91,8 @@ def heads_of_slots(draw):
     slots = draw(st.integers(1, 6))
     pool = np.zeros(S, bool)
     pool[rng.permutation(np.flatnonzero(stay))[:slots]] = True
-    return (
-        keys,
-        values,
-        pool,
-        stay,
-        convolution(D, slots, kernel, seed, draw(st.sampled_from([0.1, 0.5, 0.9])), norm=seed % 2 == 0),
-    )
+    scale = draw(st.sampled_from([0.1, 0.5, 0.9]))
+    return keys, values, pool, stay, convolution(D, slots, kernel, seed, scale, norm=seed % 2 == 0)
 
 
 @given(heads_of_slots())

@@ -1,7 +1,5 @@
 """Masks and positions of a caller's own: what the plain model computes under them, or a sentence."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from policy_runs import tokens
@@ -98,9 +96,8 @@ def test_a_later_piece_has_a_mask_of_the_whole_text():
     model = tiny_model("llama")
     with attach(model):
         for evicts in (False, True):
-            first = BoundedCache(
-                12 if evicts else 200, "streaming", prompt_length=T, chunk=4, local_len=2, stabilizers=2
-            )
+            budget = 12 if evicts else 200
+            first = BoundedCache(budget, "streaming", prompt_length=T, chunk=4, local_len=2, stabilizers=2)
             model(IDS[:, :HALF], **{CACHE: first})
             rows = first.get_mask_sizes(HALF, 0)[0]
             want = model(IDS[:, HALF:], **{CACHE: first.fork(T)}).logits
@@ -118,14 +115,8 @@ def test_positions_are_those_of_the_text():
     """Of packed texts, in any number of axes, with a mask or without."""
     model, packed = tiny_model("llama"), torch.arange(T).remainder(HALF)
     with attach(model):
-        for given in (
-            packed,
-            packed[None],
-            packed.expand(3, 1, T),
-            torch.arange(T)[None] / 2,
-            torch.tensor(3),
-            packed[None, :9],
-        ):
+        others = torch.arange(T)[None] / 2, torch.tensor(3), packed[None, :9]
+        for given in (packed, packed[None], packed.expand(3, 1, T), *others):
             for mask in (None, torch.ones(1, T)):
                 for cache in (BoundedCache(200, "snapkv", prompt_length=T), BatchCache(200, "snapkv")):
                     with pytest.raises(ValueError, match="^position_ids=.* where this cache goes on"):
@@ -146,12 +137,9 @@ def test_a_batch_goes_on_as_its_mask_began():
             cache.reorder_cache(torch.tensor([1, 0]))
             with pytest.raises(ValueError, match=f"^attention_mask must show the {T} columns"):
                 model(ids[:, :1], attention_mask=shown, **{CACHE: cache})
-            found = model(
-                ids[:, :1], attention_mask=shown.flip(0), position_ids=positions.flip(0)[:, T:], **{CACHE: cache}
-            ).logits
-            want = model(
-                torch.cat((ids.flip(0), ids[:, :1]), 1), attention_mask=shown.flip(0), position_ids=positions.flip(0)
-            )
+            mask, places, whole = shown.flip(0), positions.flip(0), torch.cat((ids.flip(0), ids[:, :1]), 1)
+            found = model(ids[:, :1], attention_mask=mask, position_ids=places[:, T:], **{CACHE: cache}).logits
+            want = model(whole, attention_mask=mask, position_ids=places)
             torch.testing.assert_close(found[:, -1], want.logits[:, -1], rtol=0, atol=1e-3)
         with pytest.raises(ValueError, match="^position_ids=0 to 39"):
             model(ids, attention_mask=hole[:, :T], position_ids=columns[:, :T], **{CACHE: BatchCache(200, "snapkv")})

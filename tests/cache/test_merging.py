@@ -1,7 +1,5 @@
 """Merging against a definition in Python loops and float64: of one head, and of whole runs replayed token by token."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rows of several texts in one pool: a token of each in one call is the step of each alone, and a page is all that a text has."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest
@@ -31,9 +29,8 @@ DECODED = 40
 
 def page_of(layers: list[BoundedLayer], spec, dtype: torch.dtype) -> PageShape:
     """A page with more room than any of them needs."""
-    rows, statistics, recent = (
-        max(getattr(one, name) for one in layers) for name in ("capacity", "statistics", "recent")
-    )
+    names = "capacity", "statistics", "recent"
+    rows, statistics, recent = (max(getattr(one, name) for one in layers) for name in names)
     return PageShape(spec.n_kv_heads, spec.n_heads, spec.head_dim, rows + 5, dtype, statistics + 1, recent + 1)
 
 
@@ -89,9 +86,8 @@ def test_a_token_of_each_text_in_one_call_is_the_step_of_each(family, policy, po
             wanted = [read_tokens(c.context, c.bounded[layer], *(x[i : i + 1] for x in (q, k, v))) for i, c in texts]
             assert len({batch_key(ctx) for ctx in contexts}) == 1
             out = torch.empty_like(q[:, :, 0])
-            batch = TextBatch(
-                [cache.state for cache in pooled], [(i, i + 1) for i in range(3)], [mine.seen for mine in rows]
-            )
+            states, seen = [cache.state for cache in pooled], [mine.seen for mine in rows]
+            batch = TextBatch(states, [(i, i + 1) for i in range(3)], seen)
             batch.attend(layer, *(x[:, :, 0] for x in (q, k, v)), Softmax(0.3), out)
             assert not batch._sequential
             torch.testing.assert_close(out[:, :, None], torch.cat(wanted))
@@ -108,13 +104,10 @@ def answers(pages, budgets, monkeypatch, policy="h2o", **given):
     monkeypatch.setattr(step, "decode_rows", lambda q, *given: calls.append(len(q)) or real(q, *given))
     engine = Engine(model, frozenset(), pages=pages)
     prompts = [distinct_tokens(40 + 5 * i, i) for i in range(len(budgets))]
-    made = [
-        make(policy, budget, length=len(ids), backend="reference", **given)
-        for budget, ids in zip(budgets, prompts, strict=True)
-    ]
-    running = [
-        engine.add(Request(ids, 12), lambda cache=cache: cache) for ids, cache in zip(prompts, made, strict=True)
-    ]
+    made, running = [], []
+    for budget, ids in zip(budgets, prompts, strict=True):
+        made.append(make(policy, budget, length=len(ids), backend="reference", **given))
+        running.append(engine.add(Request(ids, 12), lambda cache=made[-1]: cache))
     while engine.running:
         engine.step()
     assert all(one.error is None for one in running)

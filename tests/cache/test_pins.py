@@ -1,7 +1,5 @@
 """Pinned text: after every eviction of every policy and store, every head holds it, and as many slots as without."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import contextmanager
 from fractions import Fraction
@@ -10,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_oracle import rounded
-from policy_runs import EVICTING, LENGTH, backbone, held, logits_of, make, tokens, turn
+from policy_rules import rounded
+from policy_runs import EVICTING, LENGTH, backbone, by_kind, held, logits_of, make, tokens, turn
 from slot_layers import SELECTIONS, layers_of_slots, slots_of
 from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)
 
@@ -90,7 +88,7 @@ def test_every_policy_keeps_them(monkeypatch, policy):
     check_run(monkeypatch, policy, positions=turn(policy, "compact", "original"), decode_every=turn(policy, None, 5))
 
 
-@pytest.mark.parametrize("policy", QUANTISED)
+@pytest.mark.parametrize("policy", by_kind(QUANTISED))
 def test_in_four_bits(monkeypatch, policy):
     check_run(monkeypatch, policy, kv_bits=4)
 
@@ -153,10 +151,8 @@ def test_budgets_are_raised(data, heads, unit):
         assert all(floor <= b <= max(floor, was) for floor, b, was in zip(least, mine, budgets, strict=True))
         if all(floor <= was for floor, was in zip(least, budgets, strict=True)):
             assert mine == budgets
-        spare, total = (
-            [max(0, was - floor) for floor, was in zip(least, budgets, strict=True)],
-            sum(budgets) - sum(least),
-        )
+        spare = [max(0, was - floor) for floor, was in zip(least, budgets, strict=True)]
+        total = sum(budgets) - sum(least)
         shares = [Fraction(n * total * WHOLE // max(1, sum(spare)), WHOLE) for n in spare]
         assert mine == [n + more for n, more in zip(least, rounded(shares, total, spare), strict=True)]
 
@@ -233,9 +229,7 @@ def test_forks_copies_and_resets(policy):
     assert one.pins == PINS and torch.equal(read(one, ids=longer), wanted) and held(one) == held(fresh)
     two = copy.deepcopy(one)
     assert two.pins == PINS and held(two) == held(one)
-    assert torch.equal(
-        read(two, steps=9, ids=[*longer, *range(5, 25), 3]), read(one, steps=9, ids=[*longer, *range(5, 25), 3])
-    )
+    assert torch.equal(*(read(each, steps=9, ids=[*longer, *range(5, 25), 3]) for each in (two, one)))
     two.unpin(0, 99)
     assert one.pins == PINS and not two.pins
     for length in (90, 71):

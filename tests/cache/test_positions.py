@@ -1,7 +1,5 @@
 """By which position a cached key is rotated: `clipped` between `compact` and `original`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
@@ -31,9 +29,8 @@ def test_places_are_true_distances_inside_the_span_and_ranks_below(data):
 
 
 def logits(model, ids, policy, positions, **kw):
-    cache = BoundedCache(
-        12, policy, chunk=8, prompt_length=len(ids), stabilizers=3, local_len=2, positions=positions, **kw
-    )
+    kw |= dict(chunk=8, prompt_length=len(ids), stabilizers=3, local_len=2)
+    cache = BoundedCache(12, policy, positions=positions, **kw)
     return logits_of(cache, ids, [5], model)
 
 

@@ -1,7 +1,5 @@
 """The run setting `protect`: the spans of a prompt that it names, and that they are pinned wherever prompts are read."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Quantised rows against plain arithmetic: read-back bounds over random evictions, bytes, and runs of a tiny backbone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from few_bits import rotated

@@ -1,7 +1,5 @@
 """Slots that a token of the prompt sees while the prompt is read (`prefill_mask=sliding(newest, sinks)`)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from bounded_masks import IDS, bounded, mask_by_definition
@@ -46,11 +44,8 @@ def test_logits_are_those_of_full_attention_under_the_mask_of_the_definition(new
     assert (newest == 50) == torch.allclose(found, plain)
 
 
-STORED = [
-    *((p, bits) for p in ("random", "h2o", "pyramidkv(6,3,beta=2)") for bits in (None, 4)),
-    ("ada-snapkv(6,3)", None),
-    ("sirllm", None),
-]
+STORED = [(p, bits) for p in ("random", "h2o", "pyramidkv(6,3,beta=2)") for bits in (None, 4)]
+STORED += [("ada-snapkv(6,3)", None), ("sirllm", None)]
 
 
 @pytest.mark.parametrize(("policy", "kv_bits"), STORED)

@@ -1,7 +1,5 @@
 """Recall: what is evicted comes back, against full attention and against the definitions in float64."""
 
-from __future__ import annotations
-
 import warnings
 from copy import deepcopy
 from dataclasses import replace
@@ -27,9 +25,8 @@ BASES = ["locret", "h2o", "ada-locret"]
 @pytest.mark.parametrize(("positions", "apart"), [("original", 0), ("compact", 32), ("clipped(20)", 0)])
 def test_what_was_evicted_is_read_as_if_it_had_stayed(positions: str, apart: int) -> None:
     policy = f"locret recall=blocks(size=4,take=99,local=0,apart={apart})"
-    found, wanted = (
-        logits_of(make(one, positions=positions), tokens(), tokens(12, seed=1)) for one in (policy, "full")
-    )
+    caches = (make(one, positions=positions) for one in (policy, "full"))
+    found, wanted = (logits_of(cache, tokens(), tokens(12, seed=1)) for cache in caches)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -54,10 +51,7 @@ def test_what_recall_does_not_go_with(other: str) -> None:
         parse_policy(f"locret {other} recall=blocks")
 
 
-@pytest.mark.parametrize(
-    ("across", "apart", "local", "reading"),
-    [("model", 0, 6, True), ("head", 7, 0, False)],
-)
+@pytest.mark.parametrize(("across", "apart", "local", "reading"), [("model", 0, 6, True), ("head", 7, 0, False)])
 def test_what_comes_back_is_what_the_definition_says(across: str, apart: int, local: int, reading: bool) -> None:
     form = dict(size=5, take=2, representatives=2, local=local, apart=apart, across=across, reading=reading)
     policy = f"locret recall=blocks({','.join(f'{key}={value}' for key, value in form.items())})"

@@ -1,8 +1,6 @@
 """Contract of rows: every layout with every codec holds what a plain list of rows would, in float64. A new layout or codec
 runs the same tests once it is listed here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -25,16 +23,7 @@ CODECS: dict[str, tuple[Callable[[], Codec], float]] = {
 }
 """Codecs, and the length of a row's error in lengths of the row, at most."""
 EVERY = [*((EqualRows, codec) for codec in CODECS), (RaggedRows, "plain")]
-BLOCKS: list[tuple[int, int | None]] = [
-    (20, None),
-    (1, None),
-    (25, 24),
-    (1, None),
-    (1, None),
-    (14, 30),
-    (9, None),
-    (1, 20),
-]
+BLOCKS = [(20, None), (1, None), (25, 24), (1, None), (1, None), (14, 30), (9, None), (1, 20)]
 """Tokens of a block, and the rows a head that are kept after it."""
 FEED = 17
 

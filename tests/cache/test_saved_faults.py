@@ -98,10 +98,8 @@ def refused(name: str, path: Path, data: bytes, *words: str) -> None:
         load(name, path)
     said = str(error.value)
     assert alive.peak <= HONEST + 4 * len(data) and len(said) < 700 and said.isprintable(), said
-    assert str(path) in said and (not words or any(word in said.replace(str(path), "") for word in words)), (
-        words,
-        said,
-    )
+    assert str(path) in said
+    assert not words or any(word in said.replace(str(path), "") for word in words), (words, said)
 
 
 class Harmful:
@@ -228,10 +226,7 @@ def test_another_model_tokenizer_or_heads_are_refused_with_the_first_difference(
     template.chat_template += " "
     words = tiny_tokenizer()
     words.add_tokens(["harbour"])
-    others |= {
-        "tokenizer.template": (model, template, heads),
-        "tokenizer.vocabulary": (model, words, heads),
-    }
+    others |= {"tokenizer.template": (model, template, heads), "tokenizer.vocabulary": (model, words, heads)}
     for said, (other, tokens, own) in others.items():
         with pytest.raises(ValueError, match=said):
             Document.load(path, other, tokens, own)

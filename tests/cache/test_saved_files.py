@@ -1,7 +1,5 @@
 """Files of documents and caches between processes: whole after a kill and a full disk, exact in another process, small."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -66,9 +64,8 @@ def test_another_process_answers_exactly_alike(tmp_path):
         for question in QUESTIONS:
             answer = document.ask(question, max_new_tokens=6)
             words = str(answer)
-            rows = [
-                x.slots(name).flatten().tolist() for x in answer.cache.bounded for name in ("keys", "values", "scores")
-            ]
+            layers, names = answer.cache.bounded, ("keys", "values", "scores")
+            rows = [layer.slots(name).flatten().tolist() for layer in layers for name in names]
             expected.append([words, kept(answer.cache), [[number.hex() for number in x] for x in rows]])
     paths = os.pathsep.join([str(HERE), *filter(None, sys.path)])
     command = [sys.executable, "-c", ASKING, json.dumps(cases), tmp_path / "found.json"]
@@ -206,9 +203,8 @@ def test_a_file_has_an_axis_of_one_text(case):
 def test_rows_of_a_narrower_dtype_are_taken_where_that_is_asked(policy, tmp_path):
     """A wider file is always refused: its rows would be rounded."""
     tokenizer, heads = tiny_tokenizer(), parts()[2] if parse_policy(policy).needs_heads else None
-    models = {
-        name: tiny_model("llama", vocab_size=400).to(dtype) for name, dtype in DTYPES.items() if name != "float16"
-    }
+    names = DTYPES.keys() - {"float16"}
+    models = {name: tiny_model("llama", vocab_size=400).to(DTYPES[name]) for name in names}
     for model in models.values():  # frequencies stay in float32, as from_pretrained leaves them
         model.model.rotary_emb = tiny_model("llama", vocab_size=400).model.rotary_emb
     for narrow, wide in (("float32", "float64"), ("bfloat16", "float32")):

@@ -1,7 +1,5 @@
 """Sparse prefill against MInference written out from its paper in float64, and in whole runs."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -83,11 +81,8 @@ def test_vertical_slash_is_the_paper(part, T, S):
 def test_patterns_of_a_file(tmp_path):
     """Heads have their own; those that the file does not name have the policy's."""
     file = tmp_path / "patterns.json"
-    layer = {
-        "0": ["stream_llm", 7, 20, 1.0],
-        "2": ["block_sparse", 100, 0, 2.5],
-        "3": ["vertical_and_slash", 33, 120, 3],
-    }
+    layer = {"0": ["stream_llm", 7, 20, 1.0], "2": ["block_sparse", 100, 0, 2.5]}
+    layer["3"] = ["vertical_and_slash", 33, 120, 3]
     file.write_text(json.dumps([{}, layer]))
     part, (q, k) = VerticalSlash(40, 110, patterns=str(file)), heads(130, 330)
     seen = spread(part.choose(1, slice(0, 4), q, k, 0.3), 130, 330)
@@ -141,9 +136,7 @@ class Masked(Handler):
         return out
 
 
-RUNS = {
-    "minference(30,100)": lambda q, k, s: minference(q, k, s, 30, 100),
-}
+RUNS = {"minference(30,100)": lambda q, k, s: minference(q, k, s, 30, 100)}
 
 
 @pytest.mark.parametrize("policy", RUNS)
@@ -183,9 +176,8 @@ def test_layers_with_a_window_are_dense():
     full = sum(window is None for window in cache.context.spec.windows)
     heads_ = text_config(model).num_attention_heads
     chunks = [(13, 13), (13, 26), (13, 39), (13, 52), (3, 55), (5, 60)]
-    dense = sum(
-        pairs_of(Blocks(torch.ones(1, heads_, -(-t // 64), s, dtype=torch.bool), 64, 1), t, s)[1] for t, s in chunks
-    )
+    every = ((torch.ones(1, heads_, -(-t // 64), s, dtype=torch.bool), t, s) for t, s in chunks)
+    dense = sum(pairs_of(Blocks(seen, 64, 1), t, s)[1] for seen, t, s in every)
     assert 0 < full < len(cache.bounded) and cache.counters.dense_pairs == full * dense
 
 

@@ -1,7 +1,5 @@
 """One contract for every stage, and a stage of a user's own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from policy_runs import tokens
@@ -11,12 +9,7 @@ from locret_kit import BoundedCache, attach
 from locret_kit.cache.context import Stage
 from locret_kit.runtime.session import prefill
 
-POLICIES = [
-    "streaming merge=nearest",
-    "streaming recall=blocks(size=4,take=2)",
-    "minference",
-    "streaming",
-]
+POLICIES = ["streaming merge=nearest", "streaming recall=blocks(size=4,take=2)", "minference", "streaming"]
 """A policy of each stage, and one without."""
 
 

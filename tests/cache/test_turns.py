@@ -1,7 +1,5 @@
 """A later turn: many tokens behind the prompt in one forward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pairwise import pairs

@@ -1,8 +1,6 @@
 """Attention over sequences of different lengths in one launch: heads of a ragged layer and windows, through an operator that is
 written here from PyTorch's documentation of ``varlen_attn``, against a call per head and against masks."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -113,15 +111,11 @@ def test_where_it_does_not_run(caplog, monkeypatch):
 
 def test_pytorchs_operator_takes_what_it_is_given():
     """Its own checks of arguments and shapes, on meta tensors."""
-    if (
-        varlen_operator(META, torch.bfloat16, 64) is None
-    ):  # PyTorch 2.11's takes other arguments: then each head is a call
+    # PyTorch 2.11's takes other arguments: then each head is a call.
+    if varlen_operator(META, torch.bfloat16, 64) is None:
         assert torch.__version__ < "2.13"
         return
-    q, rows = (
-        torch.empty(1, 4, 3, 64, dtype=torch.bfloat16, device=META),
-        torch.empty(20, 64, dtype=torch.bfloat16, device=META),
-    )
+    q, rows = (torch.empty(*n, dtype=torch.bfloat16, device=META) for n in ((1, 4, 3, 64), (20, 64)))
     numbers = torch.empty(2, dtype=torch.int64, device=META)
     assert attend_heads(q, rows, rows, numbers, numbers, 9, 0.3).shape == q.shape
     k = torch.empty(1, 2, 9, 64, dtype=torch.bfloat16, device=META)

@@ -149,9 +149,8 @@ def test_a_run_that_was_cut_short_goes_on(files, monkeypatch, capsys):
     assert list(files.read()) == ["wrong", "plain"]
     with files.answers.open("a") as cut:
         cut.write('{"id": "asked", "ans')
-    monkeypatch.setattr(
-        engine.Engine, "add", lambda self, *given: (started.append(given[0].name), add(self, *given))[1]
-    )
+    noted = lambda self, *given: (started.append(given[0].name), add(self, *given))[1]  # noqa: E731
+    monkeypatch.setattr(engine.Engine, "add", noted)
     assert files.run() == 1
     assert set(started) == {"asked", 4, 9}
     assert {name: line.get("answer") for name, line in files.read().items()} == expected

@@ -52,9 +52,8 @@ def piped(backbone, command):
 def chat(backbone: str, **settings) -> Chat:
     """The same conversation without the command."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(backbone), AutoTokenizer.from_pretrained(backbone)
-    return Chat(
-        model, tokenizer, settings=RunSettings(budget=128, chunk=32), policy="h2o", max_new_tokens=6, **settings
-    )
+    settings |= dict(settings=RunSettings(budget=128, chunk=32), policy="h2o", max_new_tokens=6)
+    return Chat(model, tokenizer, **settings)
 
 
 def answers(chat: Chat, *questions: str) -> str:

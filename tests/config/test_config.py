@@ -1,7 +1,5 @@
 """The configuration: recipes, overrides and the text of its errors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -45,9 +43,8 @@ def test_the_papers_numbers():
 
 
 def test_overrides():
-    config = load_config(
-        [*TINY, "optim.lr=1e-4", "data.sources=[synthetic,a.jsonl]", "data.weights=[2, 1]", "out=x/${recipe}"]
-    )
+    words = "optim.lr=1e-4", "data.sources=[synthetic,a.jsonl]", "data.weights=[2, 1]", "out=x/${recipe}"
+    config = load_config([*TINY, *words])
     assert config.optim.lr == 1e-4
     assert config.data.sources == ["synthetic", "a.jsonl"]
     assert config.data.weights == [2.0, 1.0]

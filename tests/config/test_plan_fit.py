@@ -1,7 +1,5 @@
 """Which settings fit, how a refusal says it, and the command."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

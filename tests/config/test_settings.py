@@ -1,7 +1,5 @@
 """Settings of a run: what they refuse, and what they come to."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

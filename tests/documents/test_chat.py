@@ -123,14 +123,8 @@ def test_a_turn_or_a_retry_that_fails_leaves_nothing_behind(monkeypatch):
 
 def test_a_pinned_question_is_never_evicted():
     model, tokenizer, heads = parts()
-    chat = Chat(
-        model,
-        tokenizer,
-        settings=RunSettings(budget=100, chunk=16, stabilizers=4, local_len=5),
-        policy="locret",
-        heads=heads,
-        max_new_tokens=4,
-    )
+    settings = RunSettings(budget=100, chunk=16, stabilizers=4, local_len=5)
+    chat = Chat(model, tokenizer, settings=settings, policy="locret", heads=heads, max_new_tokens=4)
     list(chat.say("Remember that the harbour opens at 12345."))
     start, end = chat.pin()
     assert "opens at 12345" in tokenizer.decode(chat.ids[start:end]) and end - start < 40

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 from pairwise import one_of
-from policy_runs import FITTED
+from policy_runs import FITTED, by_kind
 from read_texts import QUESTIONS, REREADING, SETTINGS, heads_for, kept, load, parts, read, text_of
 
 from locret_kit import BoundedCache, Document, attach
@@ -61,7 +61,7 @@ def check_equal(tmp_path, family: str, policy: str, words: int = 160, **settings
     assert document.reads == loaded.reads == 0 and document.cache.get_seq_length() >= 3 * 64
 
 
-@pytest.mark.parametrize("policy", EVERY)
+@pytest.mark.parametrize("policy", by_kind(EVERY))
 def test_answers_equal_fresh_runs_bit_for_bit(policy, tmp_path):
     """With one family by lot; batches (test_batch.py) have the other."""
     check_equal(tmp_path, one_of(FAMILIES, policy, turn=1), policy, **SETTINGS)

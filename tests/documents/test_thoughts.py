@@ -89,9 +89,8 @@ def test_a_turn_after_dropped_thoughts_is_a_fresh_run_of_the_templates_prompt(po
 def test_dropped_thoughts_about_a_document(policy):
     """Its first answer is a question's, and later ones go on from the document, which stays."""
     model, tokenizer, heads = parts()
-    document = Document.read(
-        model, tokenizer, text_of(260), None, policy, heads if "locret" in policy else None, **SETTINGS
-    )
+    of = heads if "locret" in policy else None
+    document = Document.read(model, tokenizer, text_of(260), None, policy, of, **SETTINGS)
     chat = talk(policy, document, thoughts="dropped", history=80)
     for question in QUESTIONS:
         ids = template_ids(chat, question, text_of(260) + "\n\n")

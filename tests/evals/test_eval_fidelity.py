@@ -175,9 +175,8 @@ def test_generation_is_transformers_own(lm):
     (whole,) = one.generate_until([request(context, {"until": [], "max_gen_toks": 12})])
     assert len(whole) > 4
     ids = torch.tensor([one.tok_encode(context)])
-    plain = one.model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=None
-    )
+    given = dict(attention_mask=torch.ones_like(ids), do_sample=False, eos_token_id=None)
+    plain = one.model.generate(ids, max_new_tokens=12, **given)
     assert one.tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True).startswith(whole[:8])
 
 
@@ -250,9 +249,8 @@ def test_the_class_that_a_registry_names(tmp_path):
     """As the harness makes it: of the strings of ``--model_args``, and what it adds of its own."""
     from locret_kit.lm_eval import Locret
 
-    one = Locret(
-        model=str(save_tiny_backbone(tmp_path)), policy="streaming(sinks=8)", budget=32, chunk=16, batch_size=1
-    )
+    given = dict(policy="streaming(sinks=8)", budget=32, chunk=16, batch_size=1)
+    one = Locret(model=str(save_tiny_backbone(tmp_path)), **given)
     assert (one.variant.policy, one.variant.budget) == ("streaming(sinks=8)", 32)
     with pytest.raises(ValueError, match="budgt"):
         Locret(model=str(tmp_path), budgt=32)

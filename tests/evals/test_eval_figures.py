@@ -49,9 +49,8 @@ def test_score_against_memory_shows_the_means_and_wilson_s_intervals():
     drawn = {bar.get_label(): bar.lines[0].get_xydata().tolist() for bar in figure.axes[0].containers}
     assert drawn == {"full": [[1, 1]], "h2o": [[256, 0.5], [512, 0.5]], "$tova": [[256, 0.5], [512, 0.5]]}
     full = next(bar for bar in figure.axes[0].containers if bar.get_label() == "full")
-    assert full.lines[2][0].get_segments()[0][:, 1] == pytest.approx([0.4385, 1], abs=1e-4), (
-        "of three right answers of three"
-    )
+    of_three_right = full.lines[2][0].get_segments()[0]
+    assert of_three_right[:, 1] == pytest.approx([0.4385, 1], abs=1e-4)
     on_gpu = figures.score_memory([replace(row, device="cuda:0") for row in rows()])
     assert on_gpu.axes[0].get_xlabel() == "peak memory (MiB)", "on a CPU it is the process's"
 

@@ -14,17 +14,9 @@ from locret_kit.evals.engine import Row, appending
 from locret_kit.evals.tables import differences
 
 ONE = Row(
-    task="R.PassKey",
-    haystack="jargon",
-    length=2048,
-    budget=256,
-    policy="locret",
-    heads="ours",
-    sample=0,
-    score=1.0,
-    metric="match",
-    scores={"match": 1.0, "nll": 2.0},
-)
+    task="R.PassKey", haystack="jargon", length=2048, budget=256, policy="locret", heads="ours", sample=0, score=1.0,
+    metric="match", scores={"match": 1.0, "nll": 2.0},
+)  # fmt: skip
 OURS, THEIRS, FULL = [1.0, 0.5, 0.25, 1.0], [0.5, 0.5, 0.0, 0.25], [1.0, 1.0, 1.0, 0.0]
 
 

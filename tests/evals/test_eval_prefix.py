@@ -177,9 +177,8 @@ def test_protected_text_is_kept_shared_or_not(heads, tmp_path):
     assert max(row.prefix_shared for row in rows) > 0 and {row.protect for row in rows} == {more["protect"]}
     for row in rows:
         kept = kept_of(outs[0], row)
-        wanted = {0, 1, 2, 3}.union(
-            *(range(*span) for span in protected_spans(tokenizer, kept["ids"].tolist(), row.protect))
-        )
+        spans = protected_spans(tokenizer, kept["ids"].tolist(), row.protect)
+        wanted = {0, 1, 2, 3}.union(*(range(*span) for span in spans))
         assert len(wanted) > 12 and (kept["heads"][:, sorted(wanted)] == kept["n_heads"]).all()
     assert main(words(heads, tmp_path / "oracle", policies="[kvzip]", protect="first")) == 1
 
@@ -237,15 +236,10 @@ def test_a_fork_that_is_refused_is_a_fresh_run_and_any_other_error_is_no_refusal
     assert ("ValueError: a bug" in {row.error for row in rows}) != fresh and fresh != any(row.error for row in rows)
 
 
-def test_out_of_memory_in_the_model_frees_everything_before_the_prompt_is_read_alone(
-    alone, heads, tmp_path, monkeypatch
-):
+def test_out_of_memory_frees_everything_before_the_prompt_is_read_alone(alone, heads, tmp_path, monkeypatch):
     """While a prompt goes on from a shared beginning, the model finds no room to decode."""
-    forward, fork, fresh = (
-        LlamaForCausalLM.forward,
-        measure.BoundedCache.fork,
-        measure.BoundedCache.__init__,
-    )
+    forward, kind = LlamaForCausalLM.forward, measure.BoundedCache
+    fork, fresh = kind.fork, kind.__init__
     forks, freed, left = [], [], []
 
     def forks_are_known(cache, prompt_length=None, **rest):

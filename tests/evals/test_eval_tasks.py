@@ -38,9 +38,7 @@ LONG = {"ruler.cwe": 6144, "ruler.vt": 2048, "ruler.niah_multikey_uuid": 4096}
 """Lengths at which a task's shortest prompt, or its coarse items, fit under the tiny tokenizer."""
 
 
-def example(
-    name: str, sample: int = 0, haystack: str = "pydoc", length: int | None = None, chat: str = "auto", seed: int = 0
-):
+def example(name: str, sample: int = 0, haystack: str = "pydoc", length: int | None = None, chat="auto", seed: int = 0):
     (task,) = find_tasks([name], haystacks=[haystack])
     return task, task.make(Example(task, tiny_tokenizer(), length or LONG.get(name, 1024), sample, seed, chat))
 
@@ -268,10 +266,8 @@ def test_depths_spread_evenly_whatever_their_number():
     assert [spread_depth(i) for i in range(3)] == [0.5, 0.25, 0.75]
     for n in (7, 20, 63):
         depths = sorted(spread_depth(i) for i in range(n))
-        assert (
-            len(set(depths)) == n
-            and max(b - a for a, b in zip([0, *depths], [*depths, 1], strict=True)) <= 2 / (n + 1) + 1e-9
-        )
+        assert len(set(depths)) == n
+        assert max(b - a for a, b in zip([0, *depths], [*depths, 1], strict=True)) <= 2 / (n + 1) + 1e-9
 
 
 def test_fidelity_of_a_likelihood_is_no_task():
@@ -284,9 +280,8 @@ def test_where_a_haystack_lies_does_not_matter(tmp_path):
     made = []
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "boats.txt").write_text(
-            "The boats came in. Nobody saw them before noon. Some were blue. " * 200
-        )
+        boats = "The boats came in. Nobody saw them before noon. Some were blue. " * 200
+        (tmp_path / folder / "boats.txt").write_text(boats)
         task, needle = example("passkey", haystack=str(tmp_path / folder / "boats.txt"))
         made.append((task.haystack, needle.prompt))
     assert made[0] == made[1] and made[0][0] == "boats.txt"
@@ -295,9 +290,8 @@ def test_where_a_haystack_lies_does_not_matter(tmp_path):
 
 
 def test_every_listed_name_is_a_task():
-    synthetic = [
-        name for name in known_tasks() if name in (*ALIASES, *HAYSTACK_TASKS, *STANDALONE_TASKS, *REAL_TEXT_TASKS)
-    ]
+    made = *ALIASES, *HAYSTACK_TASKS, *STANDALONE_TASKS, *REAL_TEXT_TASKS
+    synthetic = [name for name in known_tasks() if name in made]
     assert len(find_tasks(synthetic, haystacks=["pydoc"])) == len({ALIASES.get(name, name) for name in synthetic})
     assert len(find_tasks(["ruler"], haystacks=["pydoc", "repeated"])) == 2 * 6 + 4
 
@@ -336,19 +330,16 @@ def test_questions_about_a_document_begin_alike(tmp_path):
     document = "".join(letters[0] for letters in same)
     assert len({one.answer for one in first}) == 4 and not document.startswith(other.prompt[:200])
     for i, one in enumerate(first):
-        said, question = next(
-            (w.needle.format(key=one.answer), w.question) for w in WORDINGS if w.question in one.prompt
-        )
-        assert document.count(said) == 1 and one.prompt.count(question) == 1
+        wording = next(w for w in WORDINGS if w.question in one.prompt)
+        said = wording.needle.format(key=one.answer)
+        assert document.count(said) == 1 and one.prompt.count(wording.question) == 1
         assert abs(document.index(said) / len(document) - (i + 0.5) / 4) < 0.1
         assert len(tiny_tokenizer()(one.prompt).input_ids) <= 1500
 
 
 def test_wordings_are_not_those_of_training():
-    trained = [part for fact in (*FACTS, *HELD_FACTS) for part in fact[1:]] + [
-        *WORDS["prompts"],
-        *WORDS["held_prompts"],
-    ]
+    trained = [part for fact in (*FACTS, *HELD_FACTS) for part in fact[1:]]
+    trained += [*WORDS["prompts"], *WORDS["held_prompts"]]
     known = overlap.union([overlap.grams(text) for text in trained])
     for words in WORDINGS[1:]:
         assert not overlap.among(overlap.grams(words.needle), known).any()

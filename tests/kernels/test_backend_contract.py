@@ -1,8 +1,6 @@
 """One contract for every backend: what each of them computes, against float64 written out. A new backend joins by its name in
 ``BACKENDS``."""
 
-from __future__ import annotations
-
 import interpreted  # noqa: F401  (Triton's kernels run interpreted)
 import pytest
 import torch
@@ -52,9 +50,8 @@ def test_statistics(backend, shape, by_head, monkeypatch):
     if backend.name == "triton" and shape != SHAPES[0]:
         exact = attention(q, k, v, SCALING).float(), logits(q, k, SCALING).logsumexp(-1).float()
         monkeypatch.setattr(backends, "chunk_attention", lambda *sizes: ("exact", lambda *given: exact))
-    out, counted = backend.attend(
-        q, k, v, Softmax(SCALING), want=frozenset({"sum", "square", "above"}), by_head=by_head
-    )
+    want = frozenset({"sum", "square", "above"})
+    out, counted = backend.attend(q, k, v, Softmax(SCALING), want=want, by_head=by_head)
     Q, H, T, S, _ = shape
     close(out, attention(q, k, v, SCALING))
     groups = logits(q, k, SCALING).softmax(-1)[0].unflatten(0, (H, Q // H))

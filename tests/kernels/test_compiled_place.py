@@ -1,7 +1,5 @@
 """Compiled code is loaded from where nobody else can put it. What is planted answers 666, what is compiled 42."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat
@@ -113,11 +111,8 @@ def test_a_folder_of_others_is_not_used(built, kept, planted, monkeypatch, caplo
     FOLDERS[kind](kept, monkeypatch)
     assert built() == 42
     line, *said = caplog.messages
-    assert (
-        line.startswith("compiled code is not kept, and each process compiles anew: ")
-        and "\n" not in line
-        and said == SAID
-    )
+    assert line.startswith("compiled code is not kept, and each process compiles anew: ")
+    assert "\n" not in line and said == SAID
     private = cpp.folder()
     assert private != kept and mode(private) == 0o700
     assert [path.name for path in private.iterdir()] == [planted.name]

@@ -1,7 +1,5 @@
 """Structs of the compiled calls as Python has them, against the compiler's own sizes, offsets and types; and what is refused."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

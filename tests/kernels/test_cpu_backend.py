@@ -1,8 +1,6 @@
 """Compiled work on a chunk of a prompt, against float64 written out and against the operations of tensors. Compiles for seconds,
 once a machine."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attention_oracle import attention, logits
@@ -15,7 +13,6 @@ from locret_kernels.attend import ChunkRotation
 from locret_kernels.attend import cpu as attend_cpu
 from locret_kernels.column_stats import MARGIN
 from locret_kernels.ragged_decode import Rotation, Spans, ragged_decode
-from locret_kernels.ragged_decode import cpu as decode_cpu
 from locret_kernels.ragged_decode.cpu import ragged_decode as on_cpu
 from locret_kernels.rotate import rotate_rows
 from locret_kit import BoundedCache, attach
@@ -95,23 +92,20 @@ def test_a_query_is_the_same_in_any_piece_and_by_any_threads():
 
 def test_what_it_does_not_take():
     q, k, v = drawn(*SHAPES[0])
-    assert not attend_cpu.takes(q.double(), k.double(), v.double()) and not attend_cpu.takes(q, k, v[..., :32])
-    assert not attend_cpu.takes(q[..., :24], k[..., :24], v[..., :24]) and not attend_cpu.takes(
-        q.half(), k.half(), v.half()
-    )
-    assert not attend_cpu.takes(q.clone().requires_grad_(), k, v)
+    for change in (torch.Tensor.double, torch.Tensor.half, lambda x: x[..., :24]):
+        assert not attend_cpu.takes(*map(change, (q, k, v)))
+    assert not attend_cpu.takes(q, k, v[..., :32]) and not attend_cpu.takes(q.clone().requires_grad_(), k, v)
     rows = random(1, 1, 1, 16).expand(1, 1, attend_cpu.MAX_ROWS + 1, 16)
     assert not attend_cpu.takes(rows[:, :, :2], rows, rows)
 
 
 def test_numbers_of_another_type_are_read_as_what_they_are_and_tables_reach_every_row():
     q, rows, spans = random(1, 2, 32).double(), random(2, 5, 32), Spans(torch.tensor([[0]]), torch.tensor([[5]]), 5)
-    assert torch.equal(
-        decode_cpu.ragged_decode(q, tuple(rows), spans, 0.2).out_BQD, ragged_decode(q, rows, spans, 0.2).out_BQD
-    )
+    forms = on_cpu, ragged_decode
+    assert torch.equal(*(form(q, tuple(rows), spans, 0.2).out_BQD for form in forms))
     tables = Rope(torch.ones(16)).tables(torch.arange(4), torch.float32)
     with pytest.raises(ValueError, match=r"cos \(4, 32\) must be \[at least 5, even and at most 32\]"):
-        decode_cpu.ragged_decode(q.float(), tuple(rows), spans, 0.2, Rotation(*tables))
+        on_cpu(q.float(), tuple(rows), spans, 0.2, Rotation(*tables))
 
 
 # ---- rows in few bits -------------------------------------------------------------------------------------------------
@@ -121,15 +115,12 @@ def test_numbers_of_another_type_are_read_as_what_they_are_and_tables_reach_ever
 @pytest.mark.parametrize(("dtype", "D"), [(torch.float32, 64), (torch.bfloat16, 16), (torch.float32, 24)])
 def test_rows_are_those_that_tensors_hold(dtype, D, bits):
     """Chunks and evictions: the same groups and codes, and rows read back alike."""
-    made = [
-        BoundedLayer(EqualRows(200), kind(bits, Scratch(), group=8, residual=8)) for kind in (CompiledBits, GroupedBits)
-    ]
-    mine, theirs = made
+    codecs = (kind(bits, Scratch(), group=8, residual=8) for kind in (CompiledBits, GroupedBits))
+    mine, theirs = made = [BoundedLayer(EqualRows(200), codec) for codec in codecs]
     draw = torch.Generator().manual_seed(bits)
     for turn in range(6):
-        k, v = (
-            torch.randn(1, 3, 70, D, generator=draw) * torch.linspace(1, 4, D) + torch.linspace(-9, 9, D) for _ in "kv"
-        )
+        drawn_ = (torch.randn(1, 3, 70, D, generator=draw) for _ in "kv")
+        k, v = (x * torch.linspace(1, 4, D) + torch.linspace(-9, 9, D) for x in drawn_)
         order = torch.rand(1, 3, mine.rows + 70, generator=draw).argsort(-1)
         for layer in made:
             layer.update(k.to(dtype), v.to(dtype))
@@ -139,14 +130,11 @@ def test_rows_are_those_that_tensors_hold(dtype, D, bits):
             layer.codec.finish_block()
         held = mine.layout.every()
         assert mine.codec.tail == theirs.codec.tail and torch.equal(mine.codec.group[held], theirs.codec.group[held])
-        assert torch.equal(
-            mine.codec.key_codes[held][mine.codec.group[held] >= 0],
-            theirs.codec.key_codes[held][mine.codec.group[held] >= 0],
-        )
+        grouped = mine.codec.group[held] >= 0
+        assert torch.equal(*(layer.codec.key_codes[held][grouped] for layer in made))
         for name in ("keys", "values"):
-            torch.testing.assert_close(
-                mine.slots(name), theirs.slots(name), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4
-            )
+            rtol = 1e-2 if dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(mine.slots(name), theirs.slots(name), rtol=rtol, atol=1e-4)
         assert torch.equal(mine.slots("keys"), theirs.slots("keys"))
         for layer in made:
             layer.codec.finish_block()
@@ -203,9 +191,8 @@ def test_without_a_compiler_prompts_are_read_all_the_same(monkeypatch, caplog):
         call.cache_clear()
     model, ids = tiny_model("llama", head_dim=16), list(range(2, 90))
     try:
-        caches = [
-            BoundedCache(24, "h2o", chunk=10, prompt_length=88, **plain) for plain in ({}, {"backend": "reference"})
-        ]
+        forms = {}, {"backend": "reference"}
+        caches = [BoundedCache(24, "h2o", chunk=10, prompt_length=88, **form) for form in forms]
         with attach(model), torch.inference_mode():
             mine, plain = (session.prefill(model, ids, cache) for cache in caches)
     finally:

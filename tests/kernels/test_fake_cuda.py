@@ -1,8 +1,6 @@
 """The code for CUDA on a card that is only played (`pretended`): inside a chunk the host waits for nothing, and no operation
 mixes devices; a step of the graph decoder is fit for a graph."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest
@@ -143,14 +141,10 @@ def test_a_chunk_of_fixed_shapes_is_fit_for_a_graph(policy, family, positions, m
     waits, _, _ = read(policy, family, positions=positions, length=LENGTH - 1)
     assert not drivers and set(waits) == {COPIED, TABLE}, "a prompt that is too short for it"
     waits, _, _ = read(policy, family, positions=positions, length=10 * CHUNK + 5)
-    assert waits[0] == COPIED and len(waits) <= 3 and all(wait.startswith("a copy between") for wait in waits), (
-        "two tables"
-    )
-    assert (
-        len(drivers) >= 7
-        and len({form for _, form in drivers}) <= 4
-        and len({id(driver) for driver, _ in drivers}) == 1
-    )
+    assert waits[0] == COPIED and len(waits) <= 3, "two tables"
+    assert all(wait.startswith("a copy between") for wait in waits)
+    assert len(drivers) >= 7 and len({form for _, form in drivers}) <= 4
+    assert len({id(driver) for driver, _ in drivers}) == 1
     assert drivers[0][0].reason is None
 
 
@@ -164,10 +158,8 @@ def test_a_token_of_several_texts_is_fit_for_a_graph(policy, family, positions):
     settings = dict(chunk=CHUNK, prompt_length=LENGTH, positions=positions)
     with card() as mode, attach(moved(model)), torch.inference_mode():
         moved(heads)
-        pool, caches = (
-            PagePool(3),
-            [BoundedCache(24, policy, heads if policy == "locret" else None, **settings) for _ in range(3)],
-        )
+        pool, of = PagePool(3), heads if policy == "locret" else None
+        caches = [BoundedCache(24, policy, of, **settings) for _ in range(3)]
         for cache in caches:
             cache.bind(model)
             # Frequencies of the card cannot be compared: all texts have those of the first.

@@ -1,7 +1,5 @@
 """``scripts/gpu.py`` runs to its end on a CPU, says what it did not measure, and counts work as the issue's figures do."""
 
-from __future__ import annotations
-
 import csv
 import os
 import subprocess
@@ -75,10 +73,7 @@ def test_work_of_the_real_models(name, gflop, gib):
     config, setting = gpu.subject(name, 131072, "bfloat16")
     assert e2e.operations(config, setting) / 131072 == pytest.approx(1e9 * gflop, rel=0.06)
     layers, heads, size = config.num_hidden_layers, config.num_key_value_heads, config.hidden_size
-    q, mlp = (
-        size * config.num_attention_heads * (D := size // config.num_attention_heads),
-        3 * size * config.intermediate_size,
-    )
+    q, mlp, D = size * size, 3 * size * config.intermediate_size, size // config.num_attention_heads
     weights = layers * (2 * q + 2 * size * heads * D + mlp + 2 * size) + config.vocab_size * size + size
     rows = 2 * layers * heads * D * setting.budget
     assert e2e.bytes_read(config, "bfloat16", setting.budget) == 2 * (weights + rows)

@@ -1,7 +1,5 @@
 """Column statistics, the CIS target and attention in two parts: Triton (interpreted), the references, and float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attention_oracle import attention, logits

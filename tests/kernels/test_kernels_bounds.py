@@ -1,7 +1,5 @@
 """Both backends of every operation: one signature, and the same refusals before anything is allocated."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """A cache whose statistics, moves of rows and decoding go through Triton (interpreted) equals one that uses the references."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest
@@ -42,9 +40,8 @@ def test_backends_agree(model, policy, bits, flat, positions):
         mine, theirs = (run(model, policy, bits, backend, positions) for backend in ("triton", "reference"))
     calls = [call.args for call in used.call_args_list if call.args[0] != "rotate_rows"]
     # With kernels one token reads rows of every kind as they lie.
-    assert calls == [
-        ("ragged_decode", name) for name in ("triton", "reference")[: 1 + flat] for _ in range(2 * DECODED)
-    ]
+    names = ("triton", "reference")[: 1 + flat]
+    assert calls == [("ragged_decode", name) for name in names for _ in range(2 * DECODED)]
     torch.testing.assert_close(mine[0], theirs[0], rtol=1e-3, atol=1e-3)
     assert all(torch.equal(a, b) for a, b in zip(mine[1], theirs[1], strict=True))
 

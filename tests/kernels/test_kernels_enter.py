@@ -1,7 +1,5 @@
 """New tokens become rows in one launch: both forms, interpreted, against rows written one by one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from interpreted import BOTH, close, random

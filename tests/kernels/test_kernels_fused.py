@@ -1,7 +1,5 @@
 """A backbone's elementwise work in fewer launches: the kernels against float64, and models with and without them."""
 
-from __future__ import annotations
-
 import sys
 from inspect import unwrap
 from unittest import mock

@@ -1,7 +1,5 @@
 """Compaction and rotation of rows, and the choice of a backend: Triton (interpreted) against the references and plain torch."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -58,18 +56,15 @@ def test_the_program_for_a_card_runs_to_its_end(capsys):
 def test_a_backend_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "locret_kernels.column_stats.triton")
-    with pytest.raises(
-        backend.BackendUnavailable, match="backend='triton' needs the package triton, which is not inst"
-    ):
+    with pytest.raises(backend.BackendUnavailable, match="backend='triton' needs the package triton, which is not"):
         backend.function.__wrapped__("column_max", "triton")
 
 
 def test_the_rule_of_the_device():
     cpu, cuda, half = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
     assert backend.choose(None, cpu, 80, half) == "reference" == backend.choose("reference", cuda, 80, half)
-    assert backend.choose(None, cuda, 96, half) == "triton" == backend.choose("triton", cpu, 64, half), (
-        "interpreted here"
-    )
+    assert backend.choose(None, cuda, 96, half) == "triton"
+    assert backend.choose("triton", cpu, 64, half) == "triton", "interpreted here"
     assert backend.choose(None, cuda, 128, torch.float32) == "reference"
     with pytest.raises(ValueError, match="head size 80 must be one of: 64, 96, 128, 256"):
         backend.choose("triton", cuda, 80, half)
@@ -150,9 +145,8 @@ def test_rotate_rows(S, D, R, dtype):
         close(mine.float(), exact.float(), dtype)
         close(REFERENCES["rotate_rows"](x, *tables).float(), exact.float(), dtype)
         assert torch.equal(mine[..., R:], x[..., R:])
-    wide = (
-        random(2, S, 3 * D + 16).to(dtype)[..., : 3 * D].view(2, S, 3, D).transpose(1, 2)
-    )  # as a projection gives them
+    # As a projection gives them.
+    wide = random(2, S, 3 * D + 16).to(dtype)[..., : 3 * D].view(2, S, 3, D).transpose(1, 2)
     turned = KERNELS["rotate_rows"](wide, *every)
     close(turned.float(), KERNELS["rotate_rows"](wide.contiguous(), *every).float(), dtype)
     assert turned.transpose(1, 2).is_contiguous(), "what follows reads it as it lies"

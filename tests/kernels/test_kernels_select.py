@@ -1,7 +1,5 @@
 """Selection of rows, as marks and as an index: Triton (interpreted) and the reference against a sort by hand."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 
@@ -38,9 +36,8 @@ def draw(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     if kind == "equal":
         return torch.zeros(shape) * x.sign()  # 0 and -0
     if kind == "odd":
-        some = torch.tensor(
-            [math.inf, -math.inf, math.nan, -math.nan, 3.4028235e38, -3.4028235e38, 1e-45, -1e-45, 0.0, -0.0]
-        )
+        some = torch.tensor([math.inf, math.nan, 3.4028235e38, 1e-45, 0.0])
+        some = torch.cat((some, -some))
         return some[torch.randint(0, len(some), shape, generator=generator)]
     return x
 
@@ -109,7 +106,5 @@ def test_what_select_rows_refuses(functions):
     with pytest.raises(ValueError, match=r"most \(1, 1\) must be \(1, 2\), a number of each head"):
         functions["select_rows"](scores, marks, marks, most[:, :1])
     for keep in (0, 6):
-        with pytest.raises(
-            ValueError, match=f"index: {keep} rows must be at least 1 and at most the 5 rows of a buffer"
-        ):
+        with pytest.raises(ValueError, match=f"index: {keep} rows must be at least 1 and at most the 5 rows"):
             functions["select_index"](scores, keep)

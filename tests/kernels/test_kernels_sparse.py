@@ -1,7 +1,5 @@
 """Block-sparse attention: Triton (interpreted) and the reference against dense attention in float64 under the same mask."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attention_oracle import attention

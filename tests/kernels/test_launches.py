@@ -1,7 +1,5 @@
 """The table of a layer's launches and bytes, by hand at the sizes of two recipes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

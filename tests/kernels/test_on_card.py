@@ -1,7 +1,5 @@
 """``scripts/on_card.sh``: what it would run, in which order, what it refuses, and what its import check names."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -16,9 +14,8 @@ def planned(*args: str, **given: str) -> subprocess.CompletedProcess[str]:
     """A dry run."""
     clean = {name: value for name, value in os.environ.items() if name not in ("PLAYED", "TRIAL", "OUT")}
     command = ["bash", str(ROOT / "scripts" / "on_card.sh"), *args]
-    return subprocess.run(
-        command, capture_output=True, text=True, env={**clean, "DRY": "1", "LOCRET_COMMIT": "abc", **given}
-    )
+    env = {**clean, "DRY": "1", "LOCRET_COMMIT": "abc", **given}
+    return subprocess.run(command, capture_output=True, text=True, env=env)
 
 
 def test_exact_gates_come_first_and_then_races_and_rows(tmp_path):
@@ -52,11 +49,8 @@ def test_short_parts_of_the_played_run(capfd):
     command = [sys.executable, str(program), "tests/support/graphs_on_cuda.py", "answers", "attention"]
     assert subprocess.run(command, env={**os.environ, "PYTHONPATH": path}).returncode == 0
     said = capfd.readouterr().out
-    assert (
-        "graph" in said.splitlines()
-        and "attention by played, heads of 128" in said
-        and said.endswith("all are right\n")
-    )
+    assert "graph" in said.splitlines() and "attention by played, heads of 128" in said
+    assert said.endswith("all are right\n")
 
 
 def test_an_argument_in_the_place_of_the_model():

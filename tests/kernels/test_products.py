@@ -1,7 +1,5 @@
 """Products with matrices in few bits: each format from its specification in float64, and the compiled products against it."""
 
-from __future__ import annotations
-
 import shutil
 import struct
 import subprocess

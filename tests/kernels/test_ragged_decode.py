@@ -1,7 +1,5 @@
 """One token's attention over rows in full and in few bits: the reference and Triton (interpreted) against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attention_oracle import turned
@@ -14,14 +12,8 @@ from locret_kernels.ragged_decode import Angles, ByteRows, PackedRows, Rotation,
 FORMS = ["full", "8 bits", "4 bits", "2 bits"]
 TURNS = [("none", 0), ("tables", 1), ("tables", 0.75), ("placed", 1), ("placed", 0.75), ("angles", 1), ("angles", 0.75)]
 """How keys are turned, and the share of columns that turn."""
-SHAPES = [
-    ([1, 7, 129], 64, 1),
-    ([65, 64], 96, 2),
-    ([40], 128, 3),
-    ([150, 3], 256, 2),
-    ([300, 0], 64, 2),
-    ([33, 90, 0], 96, 1),
-]
+SHAPES = [([1, 7, 129], 64, 1), ([65, 64], 96, 2), ([40], 128, 3), ([150, 3], 256, 2), ([300, 0], 64, 2)]
+SHAPES += [([33, 90, 0], 96, 1)]
 """Rows of each head of the first text (the second has two more), columns, query heads of a head."""
 
 

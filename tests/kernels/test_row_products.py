@@ -1,7 +1,5 @@
 """A token's products with what stands around them: kernel and definition against float64, and what they refuse."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

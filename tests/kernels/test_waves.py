@@ -1,8 +1,6 @@
 """Programs of a decoded token's launches run at once on a card, by the registers of the committed table. The numbers of a card
 are NVIDIA's (CUDA C++ Programming Guide, technical specifications)."""
 
-from __future__ import annotations
-
 import re
 from math import ceil, prod
 from unittest import mock

@@ -1,7 +1,5 @@
 """What a command takes where nobody says: heads, backbone, policy, and a budget for the text."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_models import tiny_model

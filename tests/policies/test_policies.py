@@ -1,10 +1,8 @@
 """Policies against each other: equalities that must hold, and what the cache makes of every policy."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from policy_runs import LENGTH, POLICIES, backbone, held, logits_of, make, run, tokens, turn
+from policy_runs import LENGTH, POLICIES, backbone, by_kind, held, logits_of, make, run, tokens, turn
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
@@ -42,7 +40,7 @@ def test_equal_slots(one, other):
 # ---- the cache ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", by_kind(POLICIES))
 def test_pieces_do_not_matter(policy):
     """Neither those shorter than a block nor those that cross several boundaries."""
     model, whole, pieces = backbone(), make(policy), make(policy)

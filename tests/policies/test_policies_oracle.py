@@ -1,32 +1,28 @@
-"""Every policy against definitions written again from the papers (``policy_oracle``), at every step, in float64.
+"""Every policy against definitions written again from the papers (``policy_rules``), at every step, in float64.
 
 A ``BoundedCache`` is driven with random q, k, v, without a model. Its positions are compared with the oracle's after every
 block of the prompt, in the tail and through evictions while decoding, and its attention output with the oracle's.
 """
 
-from __future__ import annotations
-
 import math
-from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
-import policy_oracle as oracle
+import policy_rules as oracle
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_oracle import OracleLayer, Rule, Setting
+from policy_oracle import OracleLayer, Rule, Setting, softmax
 from tiny_heads import tiny_heads
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, RetainingHeads
 from locret_kit.backbones.decoder_attention import Rope, Softmax
-from locret_kit.policies.base import Entry, Slots, rank_of
+from locret_kit.policies.base import Entry
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.policies.methods.nacl import Sampled
 from locret_kit.policies.methods.random import hashed
-from locret_kit.policies.registry import Adaptive, Pyramid, policies
+from locret_kit.policies.registry import policies
 
 D = 8
 VOCABULARY = 11
@@ -105,7 +101,7 @@ class Pair:
         out = np.zeros(tokens)
         for t in range(tokens):
             if seen + t:
-                out[t] = -math.log(oracle.softmax(5 * head @ self.hidden[seen + t - 1])[self.ids[t]])
+                out[t] = -math.log(softmax(5 * head @ self.hidden[seen + t - 1])[self.ids[t]])
         return out
 
     def step(self, tokens: int) -> None:
@@ -261,10 +257,7 @@ POLICIES: dict[str, Rule] = {
         oracle.accumulated, HALF, select=oracle.clusters(iterations=3), aside=0.25
     ),
     "score=cis scope=stabilizers+sinks(4) allocation=adaptive(alpha=0.5) selection=representatives(ratio=0.3)": crushed(
-        oracle.entered,
-        [oracle.stabilizers, oracle.sinks(4)],
-        0.3,
-        head_keep=oracle.adaptive(normalise=True),
+        oracle.entered, [oracle.stabilizers, oracle.sinks(4)], 0.3, head_keep=oracle.adaptive(normalise=True)
     ),
     "score=mas scope=window(3)+sinks(2) allocation=pyramid(beta=4)+adaptive(alpha=1) selection=sampled(ratio=0.5)": Rule(
         oracle.mean,
@@ -372,9 +365,6 @@ def test_random_small_cases(case, policy, seed):
     pair.decode(5)
 
 
-# ---- ties, sums, draws ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", ["tova", "snapkv(window=2)", "ada-snapkv(window=2)", "nacl(ratio=0)"])
 def test_ties_go_to_the_newer_slot(policy):
     """Keys of zero give every slot the same attention, so recency decides."""
@@ -383,90 +373,3 @@ def test_ties_go_to_the_newer_slot(policy):
     pair.key_scale = 0.0
     pair.prefill()
     assert pair.layers[0].held() == [list(range(30, 40))] * 2
-
-
-@given(
-    budget=st.integers(1, 300),
-    layers=st.integers(1, 40),
-    share=st.floats(0, 1),
-    beta=st.floats(1, 60),
-    longest=st.none() | st.integers(1, 700),
-)
-def test_pyramid_budgets(budget, layers, share, beta, longest):
-    window = int(share * budget)
-    budgets = Pyramid(beta).layer_budgets(budget, layers, window, longest)
-    assert budgets == oracle.pyramid_budgets(budget, window, beta, layers, longest)
-    assert sum(budgets) == layers * budget
-    assert budgets == sorted(budgets, reverse=True) and budgets[-1] >= window
-    assert longest is None or budgets[0] <= max(longest, budget)
-    assert Pyramid(1.0).layer_budgets(budget, layers, window, longest) == [budget] * layers
-
-
-@given(
-    H=st.integers(1, 6),
-    S=st.integers(1, 40),
-    share=st.floats(0, 1),
-    window=st.integers(0, 40),
-    alpha=st.floats(0, 1),
-    seed=st.integers(0, 10**6),
-)
-def test_adaptive_budgets(H, S, share, window, alpha, seed):
-    """Exact sums, the safeguard's floor, the definition's integers, and theorem 4: pooled choice retains no less weight."""
-    keep = max(1, int(share * S))
-    window = min(window, keep)
-    scores = np.random.default_rng(seed).exponential(size=(H, S)) ** 3
-    protected = np.zeros((H, S), bool)
-    protected[:, S - window :] = True
-    everything = torch.ones(1, H, S, dtype=torch.bool)
-    scores_BHS, protected_BHS = torch.from_numpy(scores)[None], torch.from_numpy(protected)[None]
-    budgets = Adaptive(alpha).head_budgets(scores_BHS, protected_BHS, everything, keep)[0].tolist()
-    layer = OracleLayer(Rule(oracle.position), Setting(H, 1, keep, 1))
-    layer.keep = keep
-    guarded = [set(range(S - window, S))] * H
-    assert budgets == oracle.adaptive(alpha)(layer, scores.tolist(), guarded)
-    assert sum(budgets) == H * keep
-    assert all((1 - alpha) * keep - 1 < b <= S for b in budgets)
-    assert all(b >= window for b in budgets)
-    assert Adaptive(0.0).head_budgets(scores_BHS, protected_BHS, everything, keep)[0].tolist() == [keep] * H
-
-    def retained(budgets: list[int]) -> float:
-        return sum(sum(sorted(row, reverse=True)[:b]) for row, b in zip(scores, budgets, strict=True))
-
-    free = Adaptive(1.0).head_budgets(scores_BHS, torch.zeros_like(everything), everything, keep)[0].tolist()
-    assert retained(free) >= retained([keep] * H) * (1 - 1e-12)
-
-
-def bare_slots(scores_HS: torch.Tensor, positions_HS: torch.Tensor, keep: int, seed: int = 0) -> Slots:
-    H, S = scores_HS.shape
-    return Slots(
-        layer=0, layers=1, keep=keep, stabilizers=0, chunk=8, since_eviction=8, seen=1000, positions=positions_HS.int()[None],
-        valid=torch.ones(1, H, S, dtype=torch.bool), entry_scores=scores_HS[None], stats={}, seed=seed,
-        query_head_votes=lambda valid, budgets: (rank_of(scores_HS[None], ~valid, valid) < budgets[..., None])[:, :, None],
-        keys=lambda: torch.randn(1, H, S, 3, generator=torch.Generator().manual_seed(seed)),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("distribution", ["softmax", "uniform"])
-def test_sampled_part_follows_its_distribution(distribution):
-    """One draw a head: over 4,000 heads each slot is drawn as often as its probability says, within four deviations."""
-    H, score_S = 4000, torch.tensor([0.0, 1.0, 2.0, 0.5, 1.5])
-    slots = bare_slots(score_S.expand(H, 5), torch.arange(5).expand(H, 5), keep=1)
-    one = torch.ones(1, H, dtype=torch.int64)
-    counts = Sampled(1.0, distribution).select(slots.entry_scores, ~slots.valid, slots.valid, one, slots)[0].sum(0)
-    p = score_S.softmax(-1) if distribution == "softmax" else torch.full((5,), 0.2)
-    assert counts.sum() == H
-    assert ((counts - H * p).abs() < 4 * (H * p * (1 - p)).sqrt()).all()
-
-
-def test_one_draw_for_all_heads_is_one_choice():
-    """Heads differ by their scores and draw alike where a draw is shared; layers too where that is for all."""
-    scores = torch.rand(4, 60, generator=torch.Generator().manual_seed(0))
-    slots = bare_slots(scores, torch.arange(60).expand(4, 60), keep=20)
-    twenty, none = torch.full((1, 4), 20), torch.zeros(1, 4, 60, dtype=torch.bool)
-
-    def draw(per: str, layer: int) -> torch.Tensor:
-        return Sampled(1.0, per=per).select(scores[None], none, ~none, twenty, replace(slots, layer=layer))[0]
-
-    assert len(draw("head", 0).unique(dim=0)) == 4
-    assert len(draw("layer", 0).unique(dim=0)) == len(draw("all", 0).unique(dim=0)) == 1
-    assert not torch.equal(draw("layer", 0), draw("layer", 1)) and torch.equal(draw("all", 0), draw("all", 1))

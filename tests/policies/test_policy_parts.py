@@ -1,22 +1,24 @@
 """Allocations and selections on random slots, and the grammar."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 
-import policy_oracle
+import numpy as np
+import policy_rules as oracle
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from policy_oracle import OracleLayer, Rule, Setting
 from slot_layers import SELECTIONS, layers_of_slots, slots_of
 
 from locret_kit.policies import WHOLE, rounded, rounded_on_device
+from locret_kit.policies.base import Slots, rank_of
 from locret_kit.policies.grammar import composed_of, describe_policies, parse_policy
 from locret_kit.policies.methods.locret import Cis
+from locret_kit.policies.methods.nacl import Sampled
 from locret_kit.policies.methods.streaming import Recency
-from locret_kit.policies.registry import Adaptive, Mass, policies
+from locret_kit.policies.registry import Adaptive, Mass, Pyramid, policies
 
 # ---- allocation -----------------------------------------------------------------------------------------------------------
 
@@ -27,7 +29,7 @@ def test_rounded_stays_near(shares):
     got = rounded(shares, total)
     assert sum(got) == total
     assert all(abs(a - b) < 1 for a, b in zip(got, shares, strict=True))
-    assert got == policy_oracle.rounded(shares, total)
+    assert got == oracle.rounded(shares, total)
 
 
 @given(data=st.data(), heads=st.integers(1, 9), alpha=st.floats(0, 1), keep=st.integers(0, 12))
@@ -45,7 +47,7 @@ def test_rounded_on_the_device(data, heads, alpha, keep):
     a = Fraction(part, WHOLE)
     for (best, most), mine in zip(rows, got, strict=True):
         shares = [a * n + (1 - a) * keep for n in best]
-        assert mine == policy_oracle.rounded(shares, min(heads * keep, sum(most)), most)
+        assert mine == oracle.rounded(shares, min(heads * keep, sum(most)), most)
 
 
 @given(case=layers_of_slots(), alpha=st.floats(0, 1))
@@ -95,13 +97,61 @@ def test_importance_is_compared_across_heads_in_its_own_unit():
     assert shares == {"logit": [1, 3], "log_prob": [0, 4]}
 
 
-# ---- selection ------------------------------------------------------------------------------------------------------------
+@given(
+    budget=st.integers(1, 300),
+    layers=st.integers(1, 40),
+    share=st.floats(0, 1),
+    beta=st.floats(1, 60),
+    longest=st.none() | st.integers(1, 700),
+)
+def test_pyramid_budgets(budget, layers, share, beta, longest):
+    window = int(share * budget)
+    budgets = Pyramid(beta).layer_budgets(budget, layers, window, longest)
+    assert budgets == oracle.pyramid_budgets(budget, window, beta, layers, longest)
+    assert sum(budgets) == layers * budget
+    assert budgets == sorted(budgets, reverse=True) and budgets[-1] >= window
+    assert longest is None or budgets[0] <= max(longest, budget)
+    assert Pyramid(1.0).layer_budgets(budget, layers, window, longest) == [budget] * layers
 
 
 @given(
-    case=layers_of_slots(),
-    selection=st.sampled_from(SELECTIONS),
+    H=st.integers(1, 6),
+    S=st.integers(1, 40),
+    share=st.floats(0, 1),
+    window=st.integers(0, 40),
+    alpha=st.floats(0, 1),
+    seed=st.integers(0, 10**6),
 )
+def test_adaptive_budgets(H, S, share, window, alpha, seed):
+    """Exact sums, the safeguard's floor, the definition's integers, and theorem 4: pooled choice retains no less weight."""
+    keep = max(1, int(share * S))
+    window = min(window, keep)
+    scores = np.random.default_rng(seed).exponential(size=(H, S)) ** 3
+    protected = np.zeros((H, S), bool)
+    protected[:, S - window :] = True
+    everything = torch.ones(1, H, S, dtype=torch.bool)
+    scores_BHS, protected_BHS = torch.from_numpy(scores)[None], torch.from_numpy(protected)[None]
+    budgets = Adaptive(alpha).head_budgets(scores_BHS, protected_BHS, everything, keep)[0].tolist()
+    layer = OracleLayer(Rule(oracle.position), Setting(H, 1, keep, 1))
+    layer.keep = keep
+    guarded = [set(range(S - window, S))] * H
+    assert budgets == oracle.adaptive(alpha)(layer, scores.tolist(), guarded)
+    assert sum(budgets) == H * keep
+    assert all((1 - alpha) * keep - 1 < b <= S for b in budgets)
+    assert all(b >= window for b in budgets)
+    assert Adaptive(0.0).head_budgets(scores_BHS, protected_BHS, everything, keep)[0].tolist() == [keep] * H
+
+    def retained(budgets: list[int]) -> float:
+        return sum(sum(sorted(row, reverse=True)[:b]) for row, b in zip(scores, budgets, strict=True))
+
+    free = Adaptive(1.0).head_budgets(scores_BHS, torch.zeros_like(everything), everything, keep)[0].tolist()
+    assert retained(free) >= retained([keep] * H) * (1 - 1e-12)
+
+
+# ---- selection ------------------------------------------------------------------------------------------------------------
+
+
+@given(case=layers_of_slots(), selection=st.sampled_from(SELECTIONS))
 def test_selections_fill_every_budget(case, selection):
     scores, protected, valid, keep = case
     budgets = Adaptive(0.7).head_budgets(scores, protected, valid, keep)
@@ -111,6 +161,42 @@ def test_selections_fill_every_budget(case, selection):
     own = torch.tensor([[b - selection.reserved_slots(b) for b in row] for row in budgets.tolist()])
     fits = (protected.sum(-1) <= own)[..., None]
     assert not (protected & ~stay & fits).any()
+
+
+def bare_slots(scores_HS: torch.Tensor, positions_HS: torch.Tensor, keep: int, seed: int = 0) -> Slots:
+    H, S = scores_HS.shape
+    return Slots(
+        layer=0, layers=1, keep=keep, stabilizers=0, chunk=8, since_eviction=8, seen=1000, positions=positions_HS.int()[None],
+        valid=torch.ones(1, H, S, dtype=torch.bool), entry_scores=scores_HS[None], stats={}, seed=seed,
+        query_head_votes=lambda valid, budgets: (rank_of(scores_HS[None], ~valid, valid) < budgets[..., None])[:, :, None],
+        keys=lambda: torch.randn(1, H, S, 3, generator=torch.Generator().manual_seed(seed)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("distribution", ["softmax", "uniform"])
+def test_sampled_part_follows_its_distribution(distribution):
+    """One draw a head: over 4,000 heads each slot is drawn as often as its probability says, within four deviations."""
+    H, score_S = 4000, torch.tensor([0.0, 1.0, 2.0, 0.5, 1.5])
+    slots = bare_slots(score_S.expand(H, 5), torch.arange(5).expand(H, 5), keep=1)
+    one = torch.ones(1, H, dtype=torch.int64)
+    counts = Sampled(1.0, distribution).select(slots.entry_scores, ~slots.valid, slots.valid, one, slots)[0].sum(0)
+    p = score_S.softmax(-1) if distribution == "softmax" else torch.full((5,), 0.2)
+    assert counts.sum() == H
+    assert ((counts - H * p).abs() < 4 * (H * p * (1 - p)).sqrt()).all()
+
+
+def test_one_draw_for_all_heads_is_one_choice():
+    """Heads differ by their scores and draw alike where a draw is shared; layers too where that is for all."""
+    scores = torch.rand(4, 60, generator=torch.Generator().manual_seed(0))
+    slots = bare_slots(scores, torch.arange(60).expand(4, 60), keep=20)
+    twenty, none = torch.full((1, 4), 20), torch.zeros(1, 4, 60, dtype=torch.bool)
+
+    def draw(per: str, layer: int) -> torch.Tensor:
+        return Sampled(1.0, per=per).select(scores[None], none, ~none, twenty, replace(slots, layer=layer))[0]
+
+    assert len(draw("head", 0).unique(dim=0)) == 4
+    assert len(draw("layer", 0).unique(dim=0)) == len(draw("all", 0).unique(dim=0)) == 1
+    assert not torch.equal(draw("layer", 0), draw("layer", 1)) and torch.equal(draw("all", 0), draw("all", 1))
 
 
 # ---- grammar ----------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Policies from outside of the kit, and what the grammar and a policy say of parameters that cannot be met."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """Retaining heads as a press of kvpress, with and without kvpress: scores are those by which our cache keeps slots."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_heads import tiny_heads

@@ -1,8 +1,6 @@
 """Passages of the text that are read again in its place (`reread=passages(tokens, window, kernel, first, smooth, each,
 least)`)."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
@@ -19,15 +17,8 @@ from locret_kit.runtime.session import decode, prefill
 pytestmark = pytest.mark.usefixtures("poisoned")
 TOKENS, BODY = 67, 62
 POLICIES = [
-    "random",
-    "roco",
-    "pyramidkv(6,3,beta=2)",
-    "ada-snapkv(6,3)",
-    "kvcrush(base=h2o)",
-    "sirllm",
-    "lagkv",
-    "merge(base=h2o)",
-]
+    "random", "roco", "pyramidkv(6,3,beta=2)", "ada-snapkv(6,3)", "kvcrush(base=h2o)", "sirllm", "lagkv", "merge(base=h2o)",
+]  # fmt: skip
 
 
 def read(model, cache) -> torch.Tensor:

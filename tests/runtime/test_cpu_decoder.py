@@ -1,8 +1,6 @@
 """Decoding by one compiled call a token, against the plain forward: logits, tokens, rows and counts. Compiles for seconds, once
 a machine."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

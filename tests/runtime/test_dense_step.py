@@ -1,7 +1,5 @@
 """A token without the decoder's modules, against the forward over them; no GPU: Triton's interpreter, or the definitions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import interpreted  # noqa: F401  (before anything else imports the kernels)
@@ -29,17 +27,9 @@ from locret_kit.runtime.drivers.texts import TextsDriver
 packed_matrix = load_script("scripts/kernel_cases.py").packed_matrix
 pytestmark = pytest.mark.usefixtures("on_the_reference")
 FAMILIES = [
-    "llama",
-    "llama-mha",
-    "llama-mqa",
-    "phi3",
-    "phi3-longrope-window",
-    "qwen2",
-    "qwen3",
-    "mistral-window",
-    "smollm3",
-]
-FAMILIES += ["internlm3", "gemma3"]
+    "llama", "llama-mha", "llama-mqa", "phi3", "phi3-longrope-window", "qwen2", "qwen3", "mistral-window", "smollm3",
+    "internlm3", "gemma3",
+]  # fmt: skip
 
 
 def model_of(family: str, **changes):
@@ -83,12 +73,12 @@ def test_kernels_and_folded_heads(family, policy, driver):
         made.append(step.dense)
         return step
 
-    settings = dict(chunk=13, stabilizers=4, local_len=5, prompt_length=LENGTH)
+    settings = dict(chunk=6, stabilizers=4, local_len=5, prompt_length=LENGTH)  # an eviction among few tokens
     caches = [BoundedCache(24, policy, heads if policy == "locret" else None, **settings) for _ in range(2)]
     if driver is TextsDriver:
         caches[0].bind(model)
         PagePool(1).enter(caches[0])
-    same(model, caches, tokens(), form, tolerance=2e-4, steps=14)
+    same(model, caches, tokens(), form, tolerance=2e-4, steps=7)
     assert set(made[0].forms.values()) == {"one launch"} and caches[0].counters.evictions >= 5
 
 

@@ -1,7 +1,5 @@
 """Kept positions and tokens of every policy in every mode: those of the day on which they were pinned."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

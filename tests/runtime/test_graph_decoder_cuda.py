@@ -1,7 +1,5 @@
 """Graphs on a CUDA device, where there is one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

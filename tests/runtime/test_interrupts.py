@@ -1,7 +1,5 @@
 """Interrupts and threads: nothing of a forward stays behind, and threads that share an attached model do not meet."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -261,9 +259,7 @@ def test_a_prompt_of_another_length_is_refused():
     model, ids = tiny_model("llama"), tokens(40)[0].tolist()
     for length in (30, 50):
         cache = BoundedCache(16, "h2o", chunk=8, prompt_length=length)
-        with pytest.raises(
-            ValueError, match=rf"prompt_length={length} of the cache must be the 40 tokens.*reset\(prompt_"
-        ):
+        with pytest.raises(ValueError, match=rf"prompt_length={length} of the cache must be the 40 tokens.*reset\("):
             session.Answer(model, TOKENIZER, ids, cache, max_new_tokens=2)
     with attach(model), pytest.raises(ValueError, match="prompt_length=30 of the cache"):
         prefill(model, ids, BoundedCache(16, "h2o", chunk=8, prompt_length=30))

@@ -1,7 +1,5 @@
 """A codec, a layout, a backend and a driver from outside, each in one file of a user's."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -152,9 +150,8 @@ def test_a_backend_whose_operations_are_launches(load, monkeypatch):
 
 def test_a_layout(load):
     wide = load(LAYOUT).Wide
-    mine, plain = (
-        answer(f"score=aas allocation={name} scope=window", backend="reference") for name in ("wide", "adaptive")
-    )
+    names = (f"score=aas allocation={name} scope=window" for name in ("wide", "adaptive"))
+    mine, plain = (answer(name, backend="reference") for name in names)
     same(mine, plain)
     assert all(type(rows.layout) is wide for rows in mine[0].bounded)
 
@@ -187,7 +184,6 @@ def test_a_name_that_nobody_has(given, said):
 
 @pytest.mark.parametrize("option", ["backend", "kv_bits"])
 def test_a_command_says_so_before_it_loads_a_backbone(option, capsys):
-    assert (
-        main([f"--{option.replace('_', '-')}", "mine", "--model", "no/such/model", "--policy", "h2o", "README.md"]) == 1
-    )
+    words = [f"--{option.replace('_', '-')}", "mine", "--model", "no/such/model", "--policy", "h2o"]
+    assert main([*words, "README.md"]) == 1
     assert f"{option}='mine' must be one of" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """Python processes import nothing from the folder in which they are started; processes that lock one file."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

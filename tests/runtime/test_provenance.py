@@ -1,7 +1,5 @@
 """Where figures come from: hashes of weights, commits, and what rows and reports say of them."""
 
-from __future__ import annotations
-
 import subprocess
 from dataclasses import replace
 from pathlib import Path

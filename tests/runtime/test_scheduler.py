@@ -1,7 +1,5 @@
 """Nobody waits long for another: bounds in tokens of others' prompts, over any arrivals."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from hypothesis import given

@@ -1,8 +1,6 @@
 """A model that accelerate has spread over two cards, which are played: no operation mixes devices, and logits and kept rows are
 those of the model on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
@@ -39,9 +37,8 @@ def run(policy: str, family: str, spread: bool, **rest):
     describe(model)  # before its numbers are on cards
     if spread:
         spread_over_two(model)
-        for head in (
-            heads.layers if heads is not None else ()
-        ):  # whose tensors PyTorch itself cannot move to a played card
+        # PyTorch itself cannot move their tensors to a played card.
+        for head in heads.layers if heads is not None else ():
             head.to = lambda device, head=head: moved(head, device)
         assert [device_of(layer) for layer in decoder_of(model).layers] == [CUDA, CUDA, SECOND]
     cache = BoundedCache(20, policy, heads, chunk=9, stabilizers=3, local_len=4, prompt_length=LENGTH, **rest)

@@ -1,7 +1,5 @@
 """A token of each of several texts as one graph, played by a tape, against the shared forward and each text alone. No GPU."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

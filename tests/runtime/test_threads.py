@@ -1,7 +1,5 @@
 """How a command's CPU threads wait, and how many there are."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

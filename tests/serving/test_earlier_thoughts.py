@@ -27,9 +27,8 @@ from locret_kit.settings import RunSettings
 MARKED = OPENED + "{# tools #}"
 RUN = RunSettings(budget=64, chunk=16, stabilizers=4, local_len=5)
 BUDGET, ANSWER = 7, 20
-SYSTEM = [
-    {"role": "system", "content": "Be kind, and say what the boats of the harbour are about when they come in. " * 2}
-]
+KIND = "Be kind, and say what the boats of the harbour are about when they come in. "
+SYSTEM = [{"role": "system", "content": KIND * 2}]
 
 
 @pytest.fixture(autouse=True)
@@ -64,9 +63,7 @@ def say(client: httpx.Client, messages: list[dict], **more) -> dict:
     assert answer.status_code == 200, answer.text
     message = answer.json()["choices"][0]["message"]
     assert message["reasoning_content"]
-    messages.append(
-        {"role": "assistant", "content": message["content"], "reasoning_content": message["reasoning_content"]}
-    )
+    messages.append({"role": "assistant", **{name: message[name] for name in ("content", "reasoning_content")}})
     return answer.json()
 
 
@@ -149,9 +146,8 @@ def test_thoughts_that_stay_are_read_once(thoughts, sent_back, tmp_path, monkeyp
                 ids = template_ids(messages)
                 with dictated(monkeypatch, number) as answer:
                     said = say(client, messages, max_tokens=60, thinking=None)
-                messages[-1] = {
-                    name: text for name, text in messages[-1].items() if sent_back or name != "reasoning_content"
-                }
+                if not sent_back:
+                    messages[-1].pop("reasoning_content", None)
                 usage, tokens = said["usage"], said["choices"][0]["logprobs"]["content"]
                 cached = usage["prompt_tokens_details"]["cached_tokens"]
                 assert usage["prompt_tokens"] == len(ids) and bool(cached) == bool(number)
@@ -241,7 +237,5 @@ def test_a_tool_loop_and_a_branch(thoughts):
             ).input_ids
             body = {"messages": begun, "max_tokens": 6, "temperature": 0, "logprobs": True}
             usage = client.post("/chat/completions", json=body).json()["usage"]
-            assert usage["prompt_tokens"] == len(ids) and usage["prompt_tokens_details"]["cached_tokens"] in range(
-                len(ids)
-            )
+            assert usage["prompt_tokens"] == len(ids) > usage["prompt_tokens_details"]["cached_tokens"]
         assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

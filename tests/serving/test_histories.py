@@ -45,12 +45,8 @@ def said(text: str) -> dict:
 
 def call(arguments: object, id: object = "c1", content: object = "", **more) -> dict:
     function = {"name": "depth", "arguments": arguments}
-    return {
-        "role": "assistant",
-        "content": content,
-        "tool_calls": [{"type": "function", "id": id, "function": function}],
-        **more,
-    }
+    calls = [{"type": "function", "id": id, "function": function}]
+    return {"role": "assistant", "content": content, "tool_calls": calls, **more}
 
 
 def result(text: str, id: str | None = "c1") -> dict:
@@ -67,18 +63,8 @@ def test_what_a_template_takes_is_unchanged(template):
     """By transformers itself. None of these has a fault for its template."""
     messages = [system("Be brief."), ASK, call({"a": 1}, "abcdefghi"), result("7 m", "abcdefghi"), said("7 m"), GO]
     if template == PLAIN:
-        messages = [
-            said(""),
-            *messages,
-            system("B"),
-            call("spoiled"),
-            result("x", None),
-            GO,
-            GO,
-            system("C"),
-            said(""),
-            GO,
-        ]
+        more = [system("B"), call("spoiled"), result("x", None), GO, GO, system("C"), said(""), GO]
+        messages = [said(""), *messages, *more]
     messages = [{"content": "", **{k: v for k, v in one.items() if v is not None}} for one in messages]
     want = tokenizer_of(template).apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert prompt(template, messages) == want
@@ -114,13 +100,10 @@ def test_identifiers_of_other_servers(id):
     for text in texts:
         first = text.split('"id": "')[1].split('"')[0]
         assert len(first) == 9 and first.isalnum() and f'"call_id": "{first}"' in text
-    assert (
-        texts[0].split("[TOOL_RESULTS]")[0].split("[INST]")[1:]
-        == texts[1].split("[TOOL_RESULTS]")[0].split("[INST]")[1:]
-    )
-    two = prompt(
-        "MISTRAL", [ASK, call({}, "a" * 9), result("1", "a" * 9), call({}, "x"), result("2", "x"), said("3"), GO]
-    )
+    one, other = (text.split("[TOOL_RESULTS]")[0].split("[INST]")[1:] for text in texts)
+    assert one == other
+    own = [ASK, call({}, "a" * 9), result("1", "a" * 9)]
+    two = prompt("MISTRAL", [*own, call({}, "x"), result("2", "x"), said("3"), GO])
     assert '"call_id": "aaaaaaaaa"' in two and two.count("[TOOL_RESULTS]") == 2, "its own stay"
 
 
@@ -128,10 +111,8 @@ def test_system_messages():
     """Those in a row are one; a later one stays where it is, as a user's; where there is none, it stands before the question."""
     history = [system("A"), system("B", "developer"), ASK, said("Yes?"), system("C"), GO]
     head, tail = prompt("QWEN35", history).split("<|im_start|>user\nAsk.")
-    assert (
-        head == "<|im_start|>system\nA\n\nB<|im_end|>\n"
-        and "<|im_start|>user\nC<|im_end|>\n<|im_start|>user\nGo." in tail
-    )
+    assert head == "<|im_start|>system\nA\n\nB<|im_end|>\n"
+    assert "<|im_start|>user\nC<|im_end|>\n<|im_start|>user\nGo." in tail
     assert prompt("GEMMA", history).startswith("<start_of_turn>user\nA\n\nB\n\nAsk.<end_of_turn>")
     assert "<start_of_turn>user\nC\n\nGo.<end_of_turn>" in prompt("GEMMA", history)
     assert prompt("DEEPSEEK", history).startswith("A\n\nB<|User|>Ask."), "it shows the last alone"
@@ -155,10 +136,8 @@ def test_turns_alternate():
     mixed = [ASK, call({"a": 1}), result("7"), GO, said("Yes."), GO]
     assert '{"content": "7\\n\\nGo.", "call_id"' in prompt("MISTRAL", mixed)
     full = "{% for m in messages %}{{ raise_exception('empty') if not m.content }}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    assert (
-        prompt(full, [ASK, said(""), GO, said("1"), user("")[0], said(" "), GO])
-        == "[user]Ask.[user]Go.[assistant]1[user]Go."
-    )
+    spoken = prompt(full, [ASK, said(""), GO, said("1"), user("")[0], said(" "), GO])
+    assert spoken == "[user]Ask.[user]Go.[assistant]1[user]Go."
     begun = prompt("GEMMA", [ASK, GO, said("It is")])
     assert begun.endswith(f"user\nAsk.\n\nGo.{end}{model}It is"), "an answer is continued"
 
@@ -179,23 +158,16 @@ def test_results_without_calls_and_calls_without_results():
     text = prompt("GPT_OSS", [result("lost"), GO])
     assert "<|start|>user<|message|><tool_response>\nlost\n</tool_response>" in text
     text = prompt("MISTRAL", [ASK, call({"a": 1}), GO])
-    assert (
-        "[/INST] <tool_call>" in text
-        and '{"name": "depth", "arguments": {"a": 1}}' in text
-        and "[INST] Go.[/INST]" in text
-    )
+    for part in ("[/INST] <tool_call>", '{"name": "depth", "arguments": {"a": 1}}', "[INST] Go.[/INST]"):
+        assert part in text
 
 
 def test_older_and_other_calls():
     """One call alone, as before there were several; and of a tool whose argument is a text."""
     old = {"role": "assistant", "content": None, "function_call": {"name": "depth", "arguments": '{"a": 1}'}}
-    custom = {
-        "role": "assistant",
-        "tool_calls": [{"id": "x", "type": "custom", "custom": {"name": "patch", "input": "+1"}}],
-    }
-    text = prompt(
-        PLAIN, [ASK, old, {"role": "function", "name": "depth", "content": "7"}, custom, result("done", "x"), GO]
-    )
+    patch = {"id": "x", "type": "custom", "custom": {"name": "patch", "input": "+1"}}
+    custom, seven = {"role": "assistant", "tool_calls": [patch]}, {"role": "function", "name": "depth", "content": "7"}
+    text = prompt(PLAIN, [ASK, old, seven, custom, result("done", "x"), GO])
     assert '"name": "depth", "arguments": {"a": 1}' in text and '"name": "patch", "arguments": {"input": "+1"}' in text
     assert "[tool]7" in text and prompt(PLAIN, [{"role": "tool", "content": None}, GO]) == "[tool][user]Go."
     assert prompt(PLAIN, [{"role": "user", "content": ["a", {"type": "text", "text": "b"}]}]) == "[user]ab"
@@ -319,11 +291,8 @@ def test_a_forced_tool_of_another_type_is_refused(choice):
         CountBody.model_validate(
             {"messages": [ASK], "tools": OTHERS[5:6], "tool_choice": {"type": "tool", "name": "web_search"}}
         )
-    named = {
-        "type": "allowed_tools",
-        "mode": "required",
-        "tools": [{"type": "function", "name": "now"}, {"type": "web_search"}],
-    }
+    some = [{"type": "function", "name": "now"}, {"type": "web_search"}]
+    named = {"type": "allowed_tools", "mode": "required", "tools": some}
     assert ChatBody.model_validate({"messages": [ASK], "tools": tools, "tool_choice": named}).called == ["now"]
 
 
@@ -339,14 +308,8 @@ def test_items_of_other_tools():
         {"type": "shell_call_output", "call_id": "t", "output": [{"stdout": "/root"}]}, GO,
     ]  # fmt: skip
     text = prompt(PLAIN, items, ResponsesBody)
-    for part in (
-        '"apply_patch", "arguments": {"input": "+1"}',
-        "[tool]patched",
-        '"command": ["ls"]',
-        "[tool]a.py",
-        "/root",
-        "pwd",
-    ):
+    parts = "[tool]patched", '"command": ["ls"]', "[tool]a.py", "/root", "pwd"
+    for part in ('"apply_patch", "arguments": {"input": "+1"}', *parts):
         assert part in text
     assert ResponsesBody.model_validate({"input": items}).left_out == ["item mcp_list_tools", "item web_search_call"]
     blocks = [
@@ -383,9 +346,8 @@ def test_unknown_formats_are_notes(url, caplog):
     assert "format password" in caplog.text
     example = {"properties": {"a": {"const": {"format": "path"}}}, "required": ["a"], "type": "object"}
     example["additionalProperties"] = False
-    answer = chat(
-        url, [ASK], max_tokens=64, response_format={"type": "json_schema", "json_schema": {"schema": example}}
-    )
+    wanted = {"type": "json_schema", "json_schema": {"schema": example}}
+    answer = chat(url, [ASK], max_tokens=64, response_format=wanted)
     assert json.loads(answer.json()["choices"][0]["message"]["content"]) == {"a": {"format": "path"}}
 
 

@@ -41,9 +41,8 @@ def test_an_engine_is_told_of_settings_that_nothing_reads(words, warns, monkeypa
     """Of vLLM's other groups one is imported by every engine, which ends where that fails; one ends those of the newer runner,
     whatever it holds; one switches statistics on."""
     declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert re.findall(r"^\[project\.entry-points.*vllm.*", declared, re.M) == re.findall(
-        r".*vllm.general_plugins.*", declared
-    )
+    groups = re.findall(r"^\[project\.entry-points.*vllm.*", declared, re.M)
+    assert groups == re.findall(r".*vllm.general_plugins.*", declared)
     monkeypatch.setattr(sys, "argv", ["vllm", *words.split()])
     locret_kit.vllm.warn()
     assert [record.getMessage() for record in caplog.records if "--logits-processors" in record.getMessage()] == [

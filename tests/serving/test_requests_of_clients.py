@@ -22,9 +22,8 @@ from locret_kit.serving.engine_thread import EngineThread
 from locret_kit.serving.responses_routes import ResponsesBody
 from locret_kit.settings import RunSettings
 
-CLIENTS = {
-    path.stem: json.loads(path.read_text()) for path in sorted(Path(__file__).with_name("clients").glob("*.json"))
-}
+FILES = sorted(Path(__file__).with_name("clients").glob("*.json"))
+CLIENTS = {path.stem: json.loads(path.read_text()) for path in FILES}
 BODIES = {"/v1/chat/completions": ChatBody, "/v1/messages": MessagesBody, "/v1/responses": ResponsesBody}
 TEMPLATES = ("MISTRAL", "QWEN35", "GEMMA", "LLAMA31", "GPT_OSS", "DEEPSEEK")
 
@@ -71,9 +70,8 @@ def server(request):
     """A server of a strict template, and its tokenizer."""
     tokenizer = tokenizer_of(request.param)
     settings = RunSettings(budget=1500, chunk=256, stabilizers=4, local_len=5)
-    engine = EngineThread(
-        parts()[0], tokenizer, settings, parse_policy("streaming"), None, piece=256, sessions=4, queue=6
-    )
+    sizes = dict(piece=256, sessions=4, queue=6)
+    engine = EngineThread(parts()[0], tokenizer, settings, parse_policy("streaming"), None, **sizes)
     try:
         with serving(engine, replace(LIMITS, answer_tokens=4), defaults={"temperature": 0.0}) as url:
             yield url, tokenizer

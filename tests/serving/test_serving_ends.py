@@ -1,4 +1,5 @@
-"""The first and the last second of a server: a port that opens before anything is loaded, and a stop in the middle of work."""
+"""The first and the last second of a server: a port that opens before anything is loaded, a stop in the middle of work, an engine
+that fails."""
 
 from __future__ import annotations
 
@@ -7,15 +8,26 @@ import json
 import logging
 import socket
 import threading
+from array import array
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from unittest import mock
 
 import httpx
+import pytest
 import uvicorn
-from http_bodies import chat, expected, sent, until, upload, user
-from read_texts import text_of
-from served import KEYS, held, new_engine
+from fastapi.testclient import TestClient
+from http_bodies import SETTINGS, chat, expected, sent, until, upload, user
+from read_texts import parts, text_of
+from served import KEYS, held, new_engine, new_request
 
+from locret_kit import BoundedCache
+from locret_kit.runtime import engine as loop
 from locret_kit.serving.app import make_app
+from locret_kit.serving.engine_thread import EngineThread
 from locret_kit.serving.process import HeaderTimeout, LoadingApp, Stoppable
+from locret_kit.serving.request import Stopping
 from locret_kit.serving.state import Limits, Server
 from locret_kit.serving.store import Store
 
@@ -114,3 +126,70 @@ def test_a_second_ctrl_c_waits_for_nothing():
         asyncio.run(twice())
     finally:
         never.set()
+
+
+@contextmanager
+def waiting(**sizes: int) -> Iterator[tuple[EngineThread, threading.Event, threading.Event]]:
+    """An engine whose forwards wait for the second event; the first says that one has begun."""
+    engine = new_engine(**sizes)
+    forward, begun, goes_on = loop.logits_after, threading.Event(), threading.Event()
+
+    def slow(*given):
+        begun.set()
+        assert goes_on.wait(300)
+        return forward(*given)
+
+    with mock.patch.object(loop, "logits_after", slow):
+        yield engine, begun, goes_on
+
+
+def test_a_stop_ends_what_came_during_a_long_forward():
+    requests = [new_request(array("i", range(2, 40)), 60) for _ in range(2)]
+    with waiting(sessions=3) as (engine, begun, goes_on):
+        engine.submit(requests[0])
+        assert begun.wait(300)
+        engine.submit(requests[1])
+        stopping = threading.Thread(target=engine.stop, args=(0,))
+        stopping.start()
+        until(lambda: all(request.cancelled for request in requests))
+        goes_on.set()
+        stopping.join()
+    assert [request.sequence.finish_reason for request in requests] == ["cancelled"] * 2
+    assert not engine._thread.is_alive()
+
+
+def test_a_document_waits_while_the_queue_is_full():
+    waits, (model, _, heads) = threading.Event(), parts("llama")
+    with waiting(sessions=1, queue=1) as (engine, begun, goes_on), ThreadPoolExecutor(1) as pool:
+        for _ in range(2):
+            engine.submit(new_request(array("i", range(2, 40)), 3))
+            assert begun.wait(300)
+        cache = BoundedCache(SETTINGS, "locret", heads, prompt_length=50)
+        read = pool.submit(engine.read, model, array("i", range(2, 52)), cache, lambda *_: waits.set())
+        assert waits.wait(300) and not read.done()
+        goes_on.set()
+        read.result(300)
+    assert cache.get_seq_length() == 50 and engine.counters.refused == 0
+    engine.stop()
+
+
+def test_a_fault_of_the_engine_ends_everybody_and_health_says_so(monkeypatch, caplog):
+    engine = new_engine(sessions=1)
+
+    def tell(request):
+        raise ZeroDivisionError("a fault of ours")
+
+    monkeypatch.setattr(engine, "_notify", tell)
+    told = [threading.Event(), threading.Event()]
+    requests = [new_request(array("i", range(2, 40)), 3, on_change=one.set) for one in told]
+    with engine._changed:  # the engine's thread takes nothing meanwhile
+        engine.submit(*requests)
+    assert all(one.wait(300) for one in told)
+    assert [str(request.sequence.error) for request in requests] == ["a fault of ours"] * 2
+    assert "the engine has ended" in caplog.text
+    with pytest.raises(Stopping, match="ended with an error"):
+        engine.submit(requests[0])
+    with TestClient(make_app(Server(engine, "tiny"))) as client:
+        answer = client.get("/health")
+        assert (answer.status_code, answer.json()) == (503, {"status": "failed"})
+    engine.stop(0)

@@ -12,34 +12,28 @@ import threading
 import time
 import zlib
 from array import array
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from http.client import HTTPResponse
 from io import BytesIO
 from operator import attrgetter
 from select import select
-from unittest import mock
 
 import httpx
 import pytest
 import torch
-from fastapi.testclient import TestClient
-from http_bodies import KEYS, SETTINGS, bearer, chat, deleted, expected, sent, until, upload, uploaded, user
+from http_bodies import KEYS, bearer, chat, deleted, expected, sent, until, upload, uploaded, user
 from made_documents import drawn
 from planted_files import plant
-from read_texts import parts, text_of
+from read_texts import text_of
 from served import listening, new_engine, new_request, running_engine
 
-from locret_kit import BoundedCache
 from locret_kit.runtime import engine as loop
 from locret_kit.serving import document_routes, state
-from locret_kit.serving.app import make_app
 from locret_kit.serving.bodies import ChatBody
 from locret_kit.serving.engine_thread import EngineThread
-from locret_kit.serving.request import Busy, Stopping
+from locret_kit.serving.request import Busy
 from locret_kit.serving.state import Limits, Server
 from locret_kit.text.converters import LACKS
 from locret_kit.text.reader import Late, Unwanted, convert
@@ -110,9 +104,8 @@ def test_many_clients_that_leave(url, engine):
         body = {"messages": user(text_of(60)), "max_tokens": 64, "stream": number % 2 == 0, "n": 1 + number % 3}
         try:
             timeout = httpx.Timeout(5, read=0.01 * (number % 20) + 0.001)
-            with httpx.stream(
-                "POST", f"{url}/v1/chat/completions", json=body, headers=bearer(), timeout=timeout
-            ) as one:
+            where, given = f"{url}/v1/chat/completions", dict(headers=bearer(), timeout=timeout)
+            with httpx.stream("POST", where, json=body, **given) as one:
                 if one.status_code == 200:
                     next(one.iter_lines())
         except httpx.HTTPError:
@@ -141,9 +134,8 @@ FIELDS = {
 
 def test_malformed_bodies(url):
     bodies = [*WRONG, json.dumps({"messages": user("\ud800")}).encode()]
-    bodies += [
-        json.dumps({"messages": user("x"), name: value}).encode() for name, values in FIELDS.items() for value in values
-    ]
+    fields = ((name, value) for name, values in FIELDS.items() for value in values)
+    bodies += [json.dumps({"messages": user("x"), name: value}).encode() for name, value in fields]
     assert len(bodies) >= 50
     with httpx.Client(headers=bearer() | {"content-type": "application/json"}, timeout=300) as client:
         for body in bodies:
@@ -234,73 +226,6 @@ def test_a_fault_of_a_route_has_the_shape_of_an_error(url, server, monkeypatch, 
     assert answers[1].json()["error"] == fault
     wrong = httpx.put(f"{url}/v1/models", headers=bearer())
     assert wrong.status_code == 405 and wrong.headers["allow"] == "GET"
-
-
-@contextmanager
-def waiting(**sizes: int) -> Iterator[tuple[EngineThread, threading.Event, threading.Event]]:
-    """An engine whose forwards wait for the second event; the first says that one has begun."""
-    engine = new_engine(**sizes)
-    forward, begun, goes_on = loop.logits_after, threading.Event(), threading.Event()
-
-    def slow(*given):
-        begun.set()
-        assert goes_on.wait(300)
-        return forward(*given)
-
-    with mock.patch.object(loop, "logits_after", slow):
-        yield engine, begun, goes_on
-
-
-def test_a_stop_ends_what_came_during_a_long_forward():
-    requests = [new_request(array("i", range(2, 40)), 60) for _ in range(2)]
-    with waiting(sessions=3) as (engine, begun, goes_on):
-        engine.submit(requests[0])
-        assert begun.wait(300)
-        engine.submit(requests[1])
-        stopping = threading.Thread(target=engine.stop, args=(0,))
-        stopping.start()
-        until(lambda: all(request.cancelled for request in requests))
-        goes_on.set()
-        stopping.join()
-    assert [request.sequence.finish_reason for request in requests] == ["cancelled"] * 2
-    assert not engine._thread.is_alive()
-
-
-def test_a_document_waits_while_the_queue_is_full():
-    waits, (model, _, heads) = threading.Event(), parts("llama")
-    with waiting(sessions=1, queue=1) as (engine, begun, goes_on), ThreadPoolExecutor(1) as pool:
-        for _ in range(2):
-            engine.submit(new_request(array("i", range(2, 40)), 3))
-            assert begun.wait(300)
-        cache = BoundedCache(SETTINGS, "locret", heads, prompt_length=50)
-        read = pool.submit(engine.read, model, array("i", range(2, 52)), cache, lambda *_: waits.set())
-        assert waits.wait(300) and not read.done()
-        goes_on.set()
-        read.result(300)
-    assert cache.get_seq_length() == 50 and engine.counters.refused == 0
-    engine.stop()
-
-
-def test_a_fault_of_the_engine_ends_everybody_and_health_says_so(monkeypatch, caplog):
-    engine = new_engine(sessions=1)
-
-    def tell(request):
-        raise ZeroDivisionError("a fault of ours")
-
-    monkeypatch.setattr(engine, "_notify", tell)
-    told = [threading.Event(), threading.Event()]
-    requests = [new_request(array("i", range(2, 40)), 3, on_change=one.set) for one in told]
-    with engine._changed:  # the engine's thread takes nothing meanwhile
-        engine.submit(*requests)
-    assert all(one.wait(300) for one in told)
-    assert [str(request.sequence.error) for request in requests] == ["a fault of ours"] * 2
-    assert "the engine has ended" in caplog.text
-    with pytest.raises(Stopping, match="ended with an error"):
-        engine.submit(requests[0])
-    with TestClient(make_app(Server(engine, "tiny"))) as client:
-        answer = client.get("/health")
-        assert (answer.status_code, answer.json()) == (503, {"status": "failed"})
-    engine.stop(0)
 
 
 def test_documents_deleted_while_they_are_read_or_asked(url, engine, server, monkeypatch):

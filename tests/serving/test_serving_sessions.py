@@ -166,9 +166,7 @@ def failing(*given: object, **more: object) -> None:
         ("cache.storage.rows.BoundedLayer.planned_bytes", None),  # more bytes than there are
     ],
 )
-def test_a_session_that_cannot_be_read_now_is_read_anew_and_its_file_stays(
-    tmp_path, monkeypatch, undisturbed, place, error
-):
+def test_a_session_that_cannot_be_read_now_is_read_anew(tmp_path, monkeypatch, undisturbed, place, error):
     def failing(*given: object) -> int:
         if error is not None:
             raise error

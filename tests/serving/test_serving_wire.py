@@ -56,10 +56,8 @@ def said(answer: httpx.Response) -> str:
 
 def test_null_is_absence(url):
     messages = [{"role": "user", "content": "Who came in?", "name": None, "tool_calls": None}]
-    for kind, body, names in (
-        (ChatBody, {"messages": user("a")}, NULLS["chat"]),
-        (TextBody, {"prompt": "a"}, NULLS["text"]),
-    ):
+    chat_, text_ = (ChatBody, {"messages": user("a")}, NULLS["chat"]), (TextBody, {"prompt": "a"}, NULLS["text"])
+    for kind, body, names in (chat_, text_):
         plain = kind.model_validate(body)
         assert all(kind.model_validate(body | {name: None}) == plain for name in names)
     assert said(chat(url, messages, stream_options={"include_usage": None})) == expected(user("Who came in?"))
@@ -77,14 +75,11 @@ def test_an_answer_may_have_no_content(url, answer):
 
 def test_parts_have_openais_names(url):
     texts = [{"type": "text", "text": "Who"}, {"type": "input_text", "text": " came"}]
-    earlier = {
-        "role": "assistant",
-        "content": [{"type": "output_text", "text": "no"}, {"type": "refusal", "refusal": "!"}],
-    }
+    pieces = [{"type": "output_text", "text": "no"}, {"type": "refusal", "refusal": "!"}]
+    earlier = {"role": "assistant", "content": pieces}
     messages = [{"role": "user", "content": texts}, earlier, *user("b")]
-    assert said(chat(url, messages)) == expected(
-        [*user("Who came"), {"role": "assistant", "content": "no!"}, *user("b")]
-    )
+    plain = [*user("Who came"), {"role": "assistant", "content": "no!"}, *user("b")]
+    assert said(chat(url, messages)) == expected(plain)
     for wrong in ({"type": "image_url", "image_url": {"url": "x"}}, {"type": "input_audio"}, {"text": "x"}, 1):
         error = chat(url, [{"role": "user", "content": [wrong]}])
         assert error.status_code == 400 and "parts must be text" in error.json()["error"]["message"]
@@ -381,10 +376,8 @@ def test_defaults_of_the_server_and_the_backbone(url):
 
 
 def test_nobody_waits_in_silence(url, engine):
-    for kind, fields in (
-        ("chat/completions", {"messages": user(text_of(30))}),
-        ("completions", {"prompt": text_of(30)}),
-    ):
+    kinds = {"chat/completions": {"messages": user(text_of(30))}, "completions": {"prompt": text_of(30)}}
+    for kind, fields in kinds.items():
         for stream in (True, False):
             body = {**fields, "temperature": 0, "max_tokens": 2, "stream": stream}
             said, seen = b": waiting\n\n" if stream else b"\n", b""

@@ -97,10 +97,8 @@ def test_imports_run_one_way():
 
 def test_the_door_is_narrow():
     """Who serves, measures or drives another engine takes of the engine's rooms what ``locret_kit.engine`` hands on."""
-    engine, guests = (
-        {"cache", "runtime", "backbones", "heads", "planning", "locret_kernels"},
-        {"serving", "vllm", "evals"},
-    )
+    engine = {"cache", "runtime", "backbones", "heads", "planning", "locret_kernels"}
+    guests = {"serving", "vllm", "evals"}
     inner = {(module, name) for module in modules() if room(module) in guests for name in imports(module)}
     past = {(module, name) for module, name in inner if room(name) in engine or name.startswith("locret_kernels")}
     assert not past

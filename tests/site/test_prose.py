@@ -36,6 +36,5 @@ def test_complaints_name_file_and_line(tmp_path, name, text, lines):
     file = tmp_path / name
     file.write_text(text, encoding="utf-8")
     found = CHECKER.report(file)
-    assert [said[: len(f"{file}:{line}")] for said, line in zip(found, lines, strict=True)] == [
-        f"{file}:{x}" for x in lines
-    ]
+    places = [f"{file}:{line}" for line in lines]
+    assert [said[: len(place)] for said, place in zip(found, places, strict=True)] == places

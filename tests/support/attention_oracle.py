@@ -1,7 +1,5 @@
 """Attention and rotation from their definitions, in float64."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Pieces that several tests of reading share."""
 
-from __future__ import annotations
-
 import torch
 
 from locret_kit.cache.bounded import BoundedCache

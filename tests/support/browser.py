@@ -1,7 +1,5 @@
 """A headless Chromium, driven over a pipe by its DevTools protocol."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """A folder that looks like a checkout, with a tiny random backbone and heads by the names of those that ship."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
 

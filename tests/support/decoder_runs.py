@@ -1,7 +1,5 @@
 """The same text by a decoder and by the plain forward: logits, tokens, rows and counts."""
 
-from __future__ import annotations
-
 import torch
 from policy_runs import held
 

@@ -1,7 +1,5 @@
 """Pieces that several tests of trainings share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

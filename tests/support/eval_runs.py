@@ -1,7 +1,5 @@
 """What two evaluations must have in common."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The rotation of stored values, by another definition than the package's."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Run functions in forked processes: a training starts in a second where a new interpreter would import for ten."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

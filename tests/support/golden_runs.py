@@ -3,8 +3,6 @@
 ``python tests/support/golden_runs.py`` writes ``tests/runtime/golden.json`` anew: after a change that means to change them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ A process of its own, since the tests interpret the kernels: ``python tests/supp
 ``kernels`` on the path. ``test_graph_decoder_cuda.py`` runs it where there is a device.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 import traceback
@@ -66,9 +64,8 @@ def run(model, policy: str, heads, form: str, **rest) -> tuple[torch.Tensor, Gra
 def attention() -> None:
     """Against float32, in shares of its root mean square."""
     for D in (64, 96, 128):
-        q, k, v = (
-            torch.randn(1, heads, rows, D, device="cuda").bfloat16() for heads, rows in ((8, 300), (2, 900), (2, 900))
-        )
+        sizes = (8, 300), (2, 900), (2, 900)
+        q, k, v = (torch.randn(1, heads, rows, D, device="cuda").bfloat16() for heads, rows in sizes)
         x = q.float() @ k.float().repeat_interleave(4, 1).mT * D**-0.5
         x.masked_fill_(torch.ones(300, 900, dtype=torch.bool, device="cuda").triu(601), -torch.inf)
         exact, exact_lse = x.softmax(-1) @ v.float().repeat_interleave(4, 1), x.logsumexp(-1)
@@ -137,9 +134,8 @@ def texts(model, heads) -> None:
             assert not any(one.error for one in asked), [one.error for one in asked]
             found.append([one.tokens for one in asked])
             drivers = [*engine.drivers.of_texts.values()]
-            assert graph is False or (
-                all(len(driver.graphs) >= 2 and not driver.reason for driver in drivers) and drivers
-            )
+            assert graph is False or drivers
+            assert graph is False or all(len(driver.graphs) >= 2 and not driver.reason for driver in drivers)
         assert found[0] == found[1], f"texts of {policy} with shared graphs"
         print(f"{policy}: tokens of three texts by shared graphs are those of shared forwards", flush=True)
 
@@ -160,10 +156,8 @@ def products() -> None:
                 assert driver is not None and driver.dense is not None and driver.reason is None and () in driver.graphs
                 error = float((mine - modules).square().mean().sqrt() / modules.square().mean().sqrt())
                 alike = int((mine.argmax(-1) == modules.argmax(-1)).sum())
-                print(
-                    f"{family} {dtype}, {name}: {alike} of {len(mine)} tokens, off by {error:.1e} of the rms",
-                    flush=True,
-                )
+                said = f"{alike} of {len(mine)} tokens, off by {error:.1e} of the rms"
+                print(f"{family} {dtype}, {name}: {said}", flush=True)
                 assert error < (1e-4 if dtype == torch.float32 else 3e-2), f"{family} {dtype}: {name}"
                 assert alike == len(mine) or (dtype == torch.bfloat16 and alike >= len(mine) - 4)
 

@@ -1,7 +1,5 @@
 """The real Hub client in a process of its own, since it reads its address once, when it is imported."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Who imports whom, from the files alone: of the kit, the kernels and the tests."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -4,8 +4,6 @@
 Uninitialised outputs are filled with NaN, so that what a kernel does not write shows.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,9 +20,8 @@ with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
 
     from locret_kernels import backend, common
 
-    KERNELS = {
-        name: backend.function(name, "triton") for name in backend.functions() if backend.form_of(name, "triton")
-    }
+    names = [name for name in backend.functions() if backend.form_of(name, "triton")]
+    KERNELS = {name: backend.function(name, "triton") for name in names}
 assert common.INTERPRETED, "a test imported the Triton kernels before tests/support/interpreted.py did"
 
 # The interpreter looks through all of Triton's language to replace it at every call of a function, also of one like `tl.sum`,

@@ -1,7 +1,5 @@
 """Pieces that several tests of kernels cache share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from policy_runs import logits_of, tokens
@@ -18,9 +16,8 @@ DECODED = 4
 @pytest.fixture(scope="module")
 def model():
     """Heads of 64, the smallest that the kernels take."""
-    return tiny_model(
-        "llama", hidden_size=64, head_dim=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
-    )
+    heads = dict(head_dim=64, num_attention_heads=2, num_key_value_heads=1)
+    return tiny_model("llama", hidden_size=64, num_hidden_layers=2, **heads)
 
 
 def run(

@@ -3,8 +3,6 @@
 On the meta device a model of any size runs without memory, and what PyTorch would have allocated is counted.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Documents made in memory, so that a test knows what they hold."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import re

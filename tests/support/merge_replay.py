@@ -1,7 +1,5 @@
 """Runs of a merging policy, replayed token by token from what entered and what each eviction chose."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -39,7 +37,6 @@ def replayed(
             if positions == "original":
                 want = turned(want, torch.tensor(list(slots)).double()[:, None] * cache.context.ropes[layer].inv_freq)
             np.testing.assert_allclose(rows.head("keys", h), want, rtol=close, atol=close)
-            np.testing.assert_allclose(
-                rows.head("values", h), [v for _, v, _ in slots.values()], rtol=close, atol=close
-            )
+            values = [v for _, v, _ in slots.values()]
+            np.testing.assert_allclose(rows.head("values", h), values, rtol=close, atol=close)
             yield rows.head("absorbed", h) if rows.merges else None, slots

@@ -1,7 +1,5 @@
 """Samples of grids of parameters in which each two values occur together."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import product
 from zlib import crc32

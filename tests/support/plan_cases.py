@@ -1,7 +1,5 @@
 """Pieces that several tests of plan share."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

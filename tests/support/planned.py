@@ -1,7 +1,5 @@
 """A setting of a plan, and one with some of it changed, by the names of either part."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pieces that several tests of processes share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 PLANTED = "import pathlib\npathlib.Path({ran!r}).touch()\nraise SystemExit('planted')\n"

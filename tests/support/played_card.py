@@ -39,6 +39,7 @@ SHORTER = {
     "stabilizers=8, local_len=16": "stabilizers=4, local_len=6", "len(replayed) >= 15": "len(replayed) >= 4",
     'POLICIES = ("locret", "h2o", "roco")': 'POLICIES = ("locret", "roco")', '"h2o", "snapkv(6,3)"': '"snapkv(6,3)"',
     "Request(ids, 60)": "Request(ids, 16)", "range(40 * (n == 1))": "range(8 * (n == 1))",
+    "num_attention_heads=4, head_dim=64": "num_hidden_layers=2, num_attention_heads=4, head_dim=64",
     "max_new_tokens=40": "max_new_tokens=9", "range(2, 90)": "range(2, 46)",
     'for positions in ("compact", "original"):': 'for positions in ["original" if policy == "roco" else "compact"]:',
 }  # fmt: skip

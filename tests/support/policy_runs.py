@@ -1,12 +1,11 @@
 """Small runs of every policy on a tiny backbone."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
+import pytest
 import torch
 from tiny_models import tiny_model
 
@@ -37,6 +36,14 @@ POLICIES = [FITTED.get(name, name) for name in ALIKE]
 POLICIES += ["kvcrush(base=ada-snapkv(6,3),level=chunk)", "score=entropy allocation=adaptive selection=sampled"]
 POLICIES += ["score=lagkv(lag=7) allocation=adaptive", "score=compactor(block=8) allocation=pyramid(3)+adaptive(1)"]
 EVICTING = [policy for policy in POLICIES if policy != "full"]
+KINDS = (
+    "streaming", "roco", "scissorhands", "snapkv(6,3)", "knorm", "expected-attention(future=9)", "lookahead-locret",
+    "merge-locret", "nacl(proxies=5)", "pyramid-locret", "windowed-locret(6,2)",
+    "kvcrush(base=ada-snapkv(6,3),level=chunk)", "score=entropy allocation=adaptive selection=sampled",
+    "score=compactor(block=8) allocation=pyramid(3)+adaptive(1)",
+)  # fmt: skip
+"""Policies with every kind of score, allocation, selection, merging and reading that a cache tells apart."""
+assert {*KINDS} <= {*POLICIES}
 
 
 @cache
@@ -119,6 +126,13 @@ def recorded(policy: str, ids: list[int], **rest):
     logits_of(cache, ids[:LENGTH], ids[LENGTH:])
     texts = {i: [np.concatenate(x, 1) for x in zip(*pairs, strict=True)] for i, pairs in entered.items()}
     return cache, texts, recorder.seen
+
+
+def by_kind(policies: Iterable[str]) -> list:
+    """Parameters of a test, of which those that only repeat a kind are left to ``--all``. Golden runs and the oracle have every
+    policy."""
+    left = {*POLICIES} - {*KINDS}
+    return [pytest.param(policy, marks=[pytest.mark.left] * (policy in left)) for policy in policies]
 
 
 def turn(policy: str, *choices):

@@ -36,14 +36,8 @@ class OnCard(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor, where: torch.device = CUDA) -> OnCard:
-        made = Tensor._make_wrapper_subclass(
-            cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device=where,
-        )
+        given = dict(strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype, device=where)
+        made = Tensor._make_wrapper_subclass(cls, inner.size(), **given)
         made.inner = inner
         return made
 
@@ -121,11 +115,9 @@ class Card(TorchDispatchMode):
         given = places((args, kwargs))
         cards = {place for place in given if place.type == "cuda"}
         named = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.device)]
-        goes = (
-            torch.device(named[0].type, named[0].index or 0)
-            if named and named[0].type == "cuda"
-            else (named or [None])[0]
-        )
+        goes = named[0] if named else None
+        if goes is not None and goes.type == "cuda":
+            goes = torch.device("cuda", goes.index or 0)
         if name == "_scaled_dot_product_flash_attention":  # the card's alone
             q = here(args[0])
             out = torch.zeros_like(q), torch.zeros(q.shape[:3])
@@ -180,13 +172,9 @@ def card() -> Iterator[Card]:
         stack.enter_context(mock.patch.object(attend, "causal_lower_right", _mask))
         for module in (products, weights):
             stack.enter_context(mock.patch.object(module, "PLAIN", (*module.PLAIN, OnCard)))
-        for probe in (
-            attend._running,
-            attend.chunk_attention,
-            attend.steady_attention,
-            attend.varlen_operator,
-            attend.lower_right,
-        ):  # what this card has, another has not
+        # What this card has, another has not.
+        probes = attend._running, attend.chunk_attention, attend.steady_attention, attend.varlen_operator
+        for probe in (*probes, attend.lower_right):
             probe.cache_clear()
             stack.callback(probe.cache_clear)
         before = torch._C._only_lift_cpu_tensors()

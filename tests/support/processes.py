@@ -1,7 +1,5 @@
 """Trainings of several processes over gloo: started, killed after a step, and compared with that of one."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Pieces that several tests of documents share."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Chat templates of six families in small: their control tokens and what stands where, on tokenizers trained on the spot."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from tiny_text import PROSE

@@ -4,8 +4,6 @@ Every call's queries, keys and values are recorded before RoPE, and which positi
 worked out here: what is stored is what was read and is not held.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from copy import deepcopy

@@ -4,8 +4,6 @@ Imports nothing of the kit. Sources: RoFormer, arXiv 2104.09864; linear interpol
 (and dynamic NTK, its section 3); LongRoPE, arXiv 2402.13753; Llama 3's scaling as its reference implementation has it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

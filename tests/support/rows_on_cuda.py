@@ -5,8 +5,6 @@ A process of its own, since the tests interpret the kernels: ``python tests/supp
 ``kernels`` on the path. ``scripts/on_card.sh`` runs it. ``test_kernels_rows.py`` runs it on a CPU, interpreted.
 """
 
-from __future__ import annotations
-
 import torch
 
 from locret_kernels import backend, common

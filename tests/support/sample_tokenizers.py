@@ -1,7 +1,5 @@
 """Pieces that several tests of samples share."""
 
-from __future__ import annotations
-
 import itertools
 
 from tiny_tokenizer import byte_level, chatting

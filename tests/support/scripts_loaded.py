@@ -1,7 +1,5 @@
 """Scripts and benchmarks as modules: files outside of any package."""
 
-from __future__ import annotations
-
 import sys
 from importlib import util
 from pathlib import Path

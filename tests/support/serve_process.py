@@ -1,7 +1,5 @@
 """``locret-serve`` in a process of its own, and a port for one."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

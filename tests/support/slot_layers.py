@@ -1,7 +1,5 @@
 """Pieces that several tests of policy parts share."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import strategies as st
 
@@ -29,9 +27,8 @@ def layers_of_slots(draw, most_heads: int = 5):
 
 def slots_of(scores, valid, seed: int = 0) -> Slots:
     B, H, S = scores.shape
-    positions = torch.stack(
-        [torch.randperm(3 * S, generator=torch.Generator().manual_seed(seed))[:S].sort().values] * H
-    )
+    draw = torch.Generator().manual_seed(seed)
+    positions = torch.stack([torch.randperm(3 * S, generator=draw)[:S].sort().values] * H)
     return Slots(
         layer=1, layers=3, keep=1, stabilizers=0, chunk=8, since_eviction=8, seen=3 * S,
         positions=positions.int().expand(B, H, S),

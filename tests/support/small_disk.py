@@ -1,7 +1,5 @@
 """A disk that is full: files of this process that may grow to a size alone."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager

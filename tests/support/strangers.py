@@ -1,7 +1,5 @@
 """Pieces that several tests of attach share."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Chat templates that refuse or lose what others take, in small: they behave as the published ones of these families do."""
 
-from __future__ import annotations
-
 MISTRAL = (
     "{%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}{%- set turns = messages[1:] %}"
     "{%- else %}{%- set turns = messages %}{%- endif %}{%- set ns = namespace(index=0) %}"

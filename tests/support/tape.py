@@ -3,8 +3,6 @@
 Numbers of the host are what they were at the recording, sizes and addresses too; only what is in tensors moves on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """A tiny float64 model with Qwen 3's tokenizer and heads, whose chat template always opens a thought."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from real_templates import QWEN3, real_tokenizer

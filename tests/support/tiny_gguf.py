@@ -1,7 +1,5 @@
 """GGUF files of tiny random models, written by the ``gguf`` package as llama.cpp's converter writes them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Random retaining heads of a tiny backbone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """A LoRA for a tiny backbone, as peft saves it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Tiny random backbones, one a family, in float32."""
 
-from __future__ import annotations
-
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,7 +1,5 @@
 """A byte-level BPE tokenizer trained on the spot, for tests that need text."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from tiny_tokenizer import TEMPLATE, byte_level, chatting

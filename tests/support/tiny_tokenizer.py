@@ -1,7 +1,5 @@
 """A byte-level BPE with a chat template, trained in milliseconds; and a tiny backbone saved beside it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -24,9 +22,8 @@ def byte_level(texts: list[str], size: int, special: tuple[str, ...] = SPECIAL) 
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=[*special], show_progress=False, initial_alphabet=alphabet
-    )
+    given = dict(special_tokens=[*special], show_progress=False, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(vocab_size=size, **given)
     bpe.train_from_iterator(texts, trainer)
     return bpe
 

@@ -1,7 +1,5 @@
 """Pieces that several tests of overlap share."""
 
-from __future__ import annotations
-
 import string
 
 

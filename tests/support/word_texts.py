@@ -1,7 +1,5 @@
 """Texts of numbered words, a token each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer, models, pre_tokenizers

@@ -1,7 +1,5 @@
 """Documents as text. The oracle is the text that the test put into a file."""
 
-from __future__ import annotations
-
 import base64
 import gc
 import gzip

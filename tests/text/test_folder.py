@@ -1,7 +1,5 @@
 """A folder as one text: which files are read, in which order, and what is said of the others."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 

@@ -1,7 +1,5 @@
 """The one reader of every command: its words, its files, its help."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated

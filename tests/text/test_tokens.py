@@ -1,7 +1,5 @@
 """Streamed token ids equal one call on the whole text; wrong bytes are named by their offset."""
 
-from __future__ import annotations
-
 import io
 from functools import lru_cache
 from pathlib import Path

@@ -221,9 +221,8 @@ def test_a_bare_file_of_weights_takes_its_sizes_from_the_backbone_that_is_named(
     heads = RetainingHeads(HeadsConfig.for_backbone(spec, str(backbone), 8, target="log_prob"))
     heads.save_pretrained(tmp_path / "h")
     file = tmp_path / "h" / "model.safetensors"
-    assert (
-        RetainingHeads.from_pretrained(file, backbone=str(backbone)).config == heads.config
-    )  # what lies beside it says more
+    read = RetainingHeads.from_pretrained(file, backbone=str(backbone))
+    assert read.config == heads.config, "what lies beside it says more"
     (tmp_path / "h" / "config.json").unlink()
     loaded = RetainingHeads.from_pretrained(file, backbone=str(backbone))
     assert equal(loaded, heads) and loaded.config.target == "logit"
@@ -237,9 +236,8 @@ def test_published_heads_are_known_by_name(backbone, tmp_path, monkeypatch):
     heads = RetainingHeads(HeadsConfig.for_backbone(spec, "x", 8))
     torch.save(state_of(heads, torch.float32), tmp_path / "heads.bin")
     monkeypatch.setitem(PUBLISHED, "lab/heads", (str(backbone), {"budget": 60, "chunk": 30}))
-    monkeypatch.setattr(
-        "locret_kit.hub.pull", lambda repo, choose, **hub: [tmp_path / choose(["a.md", "heads.bin"])[0]]
-    )
+    pull = lambda repo, choose, **hub: [tmp_path / choose(["a.md", "heads.bin"])[0]]  # noqa: E731
+    monkeypatch.setattr("locret_kit.hub.pull", pull)
     loaded = RetainingHeads.from_pretrained("lab/heads")
     assert equal(loaded, heads)
     assert (loaded.config.backbone, loaded.config.inference) == (str(backbone), {"budget": 60, "chunk": 30})

@@ -80,9 +80,8 @@ def test_recall_against_sets(seed, S, fraction):
     n = max(1, int(fraction * S))
     shares = []
     for h in range(2):
-        mine, true = (
-            set(sorted(range(S), key=lambda s, x=x, h=h: -x[0, h, s].item())[:n]) for x in (predicted, target)
-        )
+        orders = (sorted(range(S), key=lambda s, x=x, h=h: -x[0, h, s].item()) for x in (predicted, target))
+        mine, true = (set(order[:n]) for order in orders)
         shares.append(len(mine & true) / n)
     assert top_recall(predicted, target, fraction).item() == pytest.approx(sum(shares) / 2)
 
@@ -122,16 +121,8 @@ def test_observer_equals_one_joint_pass(kind, answers):
         value.backward()
         alive.append([i for i in range(3) if heads[i].fc1.weight.grad is not None])
 
-    observer = Observer(
-        heads,
-        ropes,
-        spec_of(model.config).layers,
-        answers,
-        kind=kind,
-        lead=1,
-        loss=partial(cis_loss, **loss),
-        backward=backward,
-    )
+    given = dict(kind=kind, lead=1, loss=partial(cis_loss, **loss), backward=backward)
+    observer = Observer(heads, ropes, spec_of(model.config).layers, answers, **given)
     recorder = Recorder(ropes)
     with torch.no_grad(), attach(model) as attachment:
         logits = model(input_ids=ids).logits

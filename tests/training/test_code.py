@@ -51,12 +51,8 @@ def folder(tmp_path_factory) -> Path:
         file = root / ("inner" if n % 2 else "") / f"part_{n}.py"
         file.parent.mkdir(exist_ok=True)
         file.write_text(MODULE.replace("{n}", str(n)))
-    for name, text in {
-        "broken.py": "def (:",
-        "test_x.py": "A_TEST = 1",
-        ".hidden.py": "HIDDEN = 1",
-        "no.txt": "A = 1",
-    }.items():
+    others = {"broken.py": "def (:", "test_x.py": "A_TEST = 1", ".hidden.py": "HIDDEN = 1", "no.txt": "A = 1"}
+    for name, text in others.items():
         (root / name).write_text(text)
     return root
 

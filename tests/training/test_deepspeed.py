@@ -47,9 +47,8 @@ def backbone(tmp_path_factory) -> Path:
 
 def same_state(alone: Path, out: Path) -> None:
     """Equal moments of the optimiser after the last step."""
-    mine, theirs = (
-        torch.load(run / "state" / "step=4.ckpt", weights_only=True)["optimizer_states"][0] for run in (alone, out)
-    )
+    states = (torch.load(run / "state" / "step=4.ckpt", weights_only=True) for run in (alone, out))
+    mine, theirs = (state["optimizer_states"][0] for state in states)
     assert mine["param_groups"] == theirs["param_groups"] and mine["state"].keys() == {0, 1}
     for i, moments in mine["state"].items():
         assert moments["step"] == theirs["state"][i]["step"] == 4

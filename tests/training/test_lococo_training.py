@@ -34,22 +34,11 @@ def test_training_reads_as_inference_does(policy, tmp_path):
     with attach(module.backbone):
         total, counted = module.read(ids, module.new_cache(), lambda loss: loss.backward())
         save_pool(module.pool, tmp_path, torch.float32)
-        cache = make(
-            f"{policy} merge=lococo({tmp_path})",
-            16,
-            length=None,
-            chunk=8,
-            stabilizers=2,
-            local_len=0,
-            positions="compact",
-        )
+        given = dict(length=None, chunk=8, stabilizers=2, local_len=0, positions="compact")
+        cache = make(f"{policy} merge=lococo({tmp_path})", 16, **given)
         with torch.no_grad():
-            logits = torch.cat(
-                [
-                    module.backbone(input_ids=torch.tensor([ids[i : i + 8]]), **{CACHE: cache}).logits[0]
-                    for i in range(0, 59, 8)
-                ]
-            )
+            pieces = (torch.tensor([ids[i : i + 8]]) for i in range(0, 59, 8))
+            logits = torch.cat([module.backbone(input_ids=x, **{CACHE: cache}).logits[0] for x in pieces])
     want = torch.nn.functional.cross_entropy(logits[24:59], torch.tensor(ids[25:]), reduction="sum")
     assert counted == 35 and total == pytest.approx(float(want), rel=1e-6)
     assert all(x.grad is not None and bool(x.grad.abs().sum() > 0) for x in module.pool[0].parameters())

@@ -60,9 +60,8 @@ def test_a_run_killed_at_three_random_moments_resumes_to_the_uninterrupted_curve
         seconds = rng.uniform(0, 0.15 if steps else 1.0)
         print(f"LOCRET_KILL_SEED={seed}: killed {seconds:.3f} s after {steps} steps")  # pytest shows it on failure
         child = start(lambda: main(arguments(backbone, part, *more)), tmp_path / "part.log")
-        os.write(
-            goes_on, b"." * (2 * steps or 1)
-        )  # it waits after so many steps: the run cannot end before it is killed
+        # It waits after so many steps: the run cannot end before it is killed.
+        os.write(goes_on, b"." * (2 * steps or 1))
         for _ in range(steps):
             assert select([heard], [], [], 300)[0], (tmp_path / "part.log").read_text()[-3000:]
             os.read(heard, 1)

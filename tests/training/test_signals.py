@@ -51,9 +51,8 @@ def test_a_loss_of_ones_own_is_weighed_by_slot_or_counts_as_it_is(tmp_path, redu
     name = f"power-{len(reduced)}"
     load_plugin(plugin(tmp_path, name, reduced))
     predicted, target = torch.randn(1, 2, 20), torch.randn(1, 2, 20)
-    got, smooth = cis_loss(
-        predicted, target, loss=parse_loss(f"{name}(3)"), top_fraction=0.1, top_weight=7.0, smoothing=0.5
-    )
+    weights = dict(top_fraction=0.1, top_weight=7.0, smoothing=0.5)
+    got, smooth = cis_loss(predicted, target, loss=parse_loss(f"{name}(3)"), **weights)
     each = [
         [abs(p - t) ** 3 for p, t in zip(*rows, strict=True)]
         for rows in zip(predicted[0].tolist(), target[0].tolist(), strict=True)

@@ -4,8 +4,6 @@ A verdict is a line: "exact", "refused: " and the sentence, "wrong: " and by how
 "no end: " and the place, or "not checked: " and why. Differences of logits are relative to their standard deviation.
 """
 
-from __future__ import annotations
-
 import signal
 import tempfile
 import threading
@@ -401,8 +399,7 @@ class Subject:
         self.read(self.model, cache, [])
         run = RunSettings(budget=BUDGET, chunk=CHUNK, local_len=TAIL, stabilizers=STABILIZERS, positions=positions)
         planned = cache_bytes(
-            self._configured(),
-            Setting(PROMPT, run, dtype="float32", d_hidden=16, policy=parse_policy(policy)),
+            self._configured(), Setting(PROMPT, run, dtype="float32", d_hidden=16, policy=parse_policy(policy))
         )
         if planned != cache.nbytes:
             raise Wrong(f"{planned} bytes planned, {cache.nbytes} held")

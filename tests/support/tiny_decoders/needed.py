@@ -1,7 +1,5 @@
 """Values that no rule can guess, by ``model_type``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The architectures that are checked: transformers' causal language models, and variants that configurations switch on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

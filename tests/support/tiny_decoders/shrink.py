@@ -4,8 +4,6 @@ No rule names an architecture; ``needed.py`` holds the values that none can gues
 knows is made small where its name ends in a unit of width, so that architectures of other releases shrink too.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from functools import cache
