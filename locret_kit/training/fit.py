@@ -84,7 +84,7 @@ class Bar(Callback):
     def on_validation_start(self, *rest: object) -> None:
         self.bar.set_postfix_str("validation")
 
-    def teardown(self, *rest: object) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if hasattr(self, "bar"):
             self.bar.close()
 
