@@ -29,4 +29,6 @@ def main(name: str, policy: str = "snapkv", budget: int = 512, ckpt: str | None 
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     main(*sys.argv[1:3], *map(int, sys.argv[3:4]), *sys.argv[4:5])

@@ -27,6 +27,9 @@ from locret_kit.backbones.spec import text_config
 from locret_kit.cis import mean_of_next
 from locret_kit.heads import RetainingHeads
 
+INSTALL = "pip install datasets; pip install --no-deps kvpress==0.5.5 cachetools fire termcolor"
+"""kvpress pins an older transformers, so it is installed without its dependencies."""
+
 try:
     from kvpress import ScorerPress
 except ModuleNotFoundError:
@@ -38,7 +41,7 @@ except ModuleNotFoundError:
         compression_ratio: float = 0.0
 
         def __call__(self, model: PreTrainedModel) -> object:
-            raise ImportError("kvpress is missing: pip install --no-deps kvpress cachetools fire termcolor")
+            raise ImportError(f"kvpress is missing: {INSTALL}")
 
 
 @contextmanager

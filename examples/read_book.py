@@ -27,4 +27,6 @@ def main(file: str, *questions: str, budget: int = 512) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     main(*sys.argv[1:])

@@ -21,7 +21,7 @@ from .cis import TOP
 from .evals.engine import KEY, Row, check_cells
 from .evals.tables import Cell, summarize
 from .files import CONFIG, parse_json, read_json, write_json
-from .heads import FORMAT, RetainingHeads
+from .heads import FORMAT, RetainingHeads, best_of
 from .hub import REPO, push
 from .naming import prefixed_errors
 from .settings import SMOOTH_L1
@@ -94,7 +94,7 @@ def write_release(
         raise ValueError(f"adapter={adapter!r} has no effect: the heads were trained without one")
     # Their own folder, or for ``heads.pt`` the folder ``heads`` next to it.
     folder = source and (source if source.is_dir() else source.with_suffix(""))
-    beside = folder.resolve() if folder and folder.is_dir() else None
+    beside = best_of(folder).resolve() if folder and folder.is_dir() else None
     given, prose = read_card(beside / CARD) if beside else ({}, "")
     given |= {"license": license} if license else {}
     config = replace(

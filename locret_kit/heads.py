@@ -73,6 +73,12 @@ def rank_of(name: str) -> tuple[float, int]:
     return float(recall), int(step)
 
 
+def best_of(folder: Path) -> Path:
+    """The best heads in the folder ``best`` of a training; another folder itself."""
+    names = [one.name for one in folder.iterdir() if KEPT.match(one.name)]
+    return folder / max(names, key=rank_of) if names else folder
+
+
 def read_checkpoint(source: Path | str, **access: Unpack[hub.Access]) -> Stored:
     """Read a folder, a ``.pt``, ``.bin`` or ``.safetensors`` file, or a repository of the Hub (with ``access``). Of the folder
     ``best`` of a training the best heads are read.
@@ -82,8 +88,7 @@ def read_checkpoint(source: Path | str, **access: Unpack[hub.Access]) -> Stored:
     """
     path = heads_folder(str(source))
     if path.is_dir():
-        names = [one.name for one in path.iterdir() if KEPT.match(one.name)]
-        path = path / max(names, key=rank_of) if names else path
+        path = best_of(path)
         config, state = read_folder(path, "heads")
         return Stored(state, path, config)
     if path.is_file():

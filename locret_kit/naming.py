@@ -12,10 +12,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def check_name(what: str, word: str, known: Iterable[str]) -> None:
-    """Raise ValueError for a name that is not known; suggests the nearest."""
+def check_name(what: str, word: str, known: Iterable[str], listed: str = "") -> None:
+    """Raise ValueError for a name that is not known; suggests the nearest. ``listed`` says where the names are, if they are too
+    many for a line."""
     if word not in known:
-        raise ValueError(f"{what}={word!r} is unknown.{nearest(word, known)} Known: {', '.join(known)}")
+        raise ValueError(f"{what}={word!r} is unknown.{nearest(word, known)} {listed or 'Known: ' + ', '.join(known)}")
 
 
 def split_outside(text: str, mark: str) -> list[str]:

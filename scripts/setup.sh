@@ -22,6 +22,11 @@ cpu_index() { # where CPU builds of PyTorch are, for a Linux machine without an 
     fi
 }
 
+install() { # pip, with a line for each file, so that it shows that it works
+    python -m pip install --progress-bar off -c "$root/constraints.txt" "$@" |
+        { grep --line-buffered -oE '^ *(Downloading|Using cached|Building|Installing) .{0,70}' || true; }
+}
+
 locret_setup() {
     local venv="${VIRTUAL_ENV:-$root/.venv}" extras="${LOCRET_EXTRAS:-dev}" stamp want torch made index
     made="$venv/bin/python"
@@ -51,9 +56,9 @@ print(hashlib.sha256(b"".join(pathlib.Path(p).read_bytes() for p in ("pyproject.
     torch="$(grep '^torch==' "$root/constraints.txt")"
     index="${LOCRET_TORCH_INDEX:-$(cpu_index)}"
     echo "setup: installing $torch into $venv"
-    python -m pip install --quiet -c "$root/constraints.txt" ${index:+--index-url "$index"} "$torch"
+    install ${index:+--index-url "$index"} "$torch"
     echo "setup: installing locret-kit[$extras]"
-    (cd "$root" && python -m pip install --quiet -c constraints.txt -e ".[$extras]")
+    (cd "$root" && install -e ".[$extras]")
     echo "$want $extras" >"$stamp"
     echo "setup: done; source $venv/bin/activate"
 }

@@ -10,6 +10,8 @@ from pathlib import Path
 from ..config.recipes import TRAIN
 from ..config.schema import read
 from ..config.train_options import PUBLISH, PublishOptions, TrainConfig
+from ..naming import prefixed_errors
+from ..samples import SUFFIXES, read_records
 from .command import command, entry
 
 
@@ -23,6 +25,10 @@ def main(argv: list[str] | None = None) -> int:
     cfg = read(TRAIN, argv)
     if cfg is None:
         return 0
+    with prefixed_errors("data.sources", OSError):
+        for source in cfg.data.sources:
+            if source.endswith(SUFFIXES):
+                read_records(source)  # says at once that there is no such file; reads nothing yet
     import torch
 
     from ..training.fit import TrainingStopped, fit

@@ -38,9 +38,10 @@ BETAS = (0.9, 0.95)
 """AdamW's two decay rates."""
 
 
-def trained_with(cfg: TrainConfig) -> dict[str, object]:
-    """The content of ``TRAINING``: every setting, and the samples that were set aside."""
-    return {**asdict(cfg), "set_aside": cfg.data.val_samples}
+def trained_with(cfg: TrainConfig, step: int, recall: float | None) -> dict[str, object]:
+    """The content of ``TRAINING``: every setting, the samples that were set aside, the step, and the recall on them there."""
+    figure = {} if recall is None else {"recall": round(recall, 4)}
+    return {**asdict(cfg), "set_aside": cfg.data.val_samples, "step": step, **figure}
 
 
 class FrozenTraining(L.LightningModule, ABC):
@@ -153,6 +154,7 @@ class FrozenTraining(L.LightningModule, ABC):
         optimiser.step()
         optimiser.zero_grad()
         schedule.step()
+        self.trainer.should_stop = self.global_step == self.cfg.optim.steps  # validates after the last step, too
         self.trainer.datamodule.done += self.cfg.optim.accumulate * self.trainer.world_size  # type: ignore[attr-defined]
         scalars = {**scalars, "train/lr": rate, "tok/s": tokens / (time.perf_counter() - began)}
         for name in BAR:

@@ -40,8 +40,9 @@ class Records:
     ``BLOCK`` records as needed, and shuffled within a block. Their validation records come from the first block.
 
     One record is set aside per validation sample. Records that share more than half of their 13-grams with the
-    set-aside ones, such as other questions about the same document, are not trained on. An unusable record is replaced
-    by another draw and named once on stderr. Invalid lines are skipped and counted on stderr.
+    set-aside ones, such as other questions about the same document, are not trained on; stderr has their number. Where
+    that leaves less than half of the records, all questions about a text are set aside before the next text is. An
+    unusable record is replaced by another draw and named once on stderr. Invalid lines are skipped and counted on stderr.
 
     Args:
         name: an argument of ``read_records``. seed: seed of the orders.
@@ -56,7 +57,9 @@ class Records:
         self._named: set[int | str] = set()
         self._broken: list[str] = []
         self._known = overlap.union([])
-        self._held = 0
+        self._held: list[int] = []
+        """Numbers of the set-aside records."""
+        self._wanted = 0
         self._spare: list[int] = []
         """A record of the first block that can be used, once there is one: no later place ends a run."""
         files = [file for file in (Path(name), *Path(name).rglob("*")) if file.is_file()]
@@ -101,12 +104,16 @@ class Records:
         start = number * len(self._first)
         self._epoch, self._place, self._number, self._order = epoch, place, number, list[int]()
         self.records = dict(enumerate(self._first)) | dict(enumerate(block, start))
-        self.trained = self._unlike(range(start, start + len(block))) if block else self._kept
+        self.trained = self._unlike(range(start, start + len(block)), self._known) if block else self._kept
         """Numbers of the block's records that are trained on."""
 
-    def _unlike(self, numbers: Iterable[int]) -> list[int]:
-        """The records that are no copies of the set-aside ones."""
-        return [n for n in numbers if not overlap.is_copy(text_of(self.records[n]), self._known)]
+    def _unlike(self, numbers: Iterable[int], known: overlap.Grams) -> list[int]:
+        """The records that share at most half of their grams with ``known``."""
+        return [n for n in numbers if not overlap.is_copy(text_of(self.records[n]), known)]
+
+    def _with(self, number: int, known: overlap.Grams) -> overlap.Grams:
+        """The ``known`` grams and those of a record."""
+        return overlap.union([known, overlap.grams(text_of(self.records[number]))])
 
     def _go(self, place: int) -> None:
         """Load the block that contains a place."""
@@ -128,39 +135,83 @@ class Records:
         Raises:
             ValueError: too few samples.
         """
-        samples: list[Sample] = []
-        self._held = wanted
-        for number in self._shuffled("validation"):
-            if len(samples) == wanted:
+        if not wanted:
+            return [], known
+        self._wanted = wanted
+        numbers = self._shuffled("validation")
+        held, grams = self._one_of_each_text(numbers, wanted, known)
+        some = numbers[:DRAWS]
+        if len(held) < wanted or 2 * len(self._unlike(some, grams)) < len(some):
+            held, grams = self._text_by_text(numbers, wanted, known)
+        if len(held) < wanted:
+            raise self._too_many(len(held))
+        self._held = list(dict.fromkeys(number for number, _ in held))
+        return [sample for _, sample in held], grams
+
+    def _one_of_each_text(
+        self, numbers: Sequence[int], wanted: int, known: overlap.Grams
+    ) -> tuple[list[tuple[int, Sample]], overlap.Grams]:
+        """Records whose texts are not known, with their samples."""
+        held: list[tuple[int, Sample]] = []
+        for number in numbers:
+            if len(held) == wanted:
                 break
-            text = text_of(self.records[number])
-            if overlap.is_copy(text, known):
-                continue
+            if self._unlike([number], known):
+                with suppress(ValueError):
+                    held.append((number, self._encode(number, 0)))
+                    known = self._with(number, known)
+        return held, known
+
+    def _text_by_text(
+        self, numbers: Sequence[int], wanted: int, known: overlap.Grams
+    ) -> tuple[list[tuple[int, Sample]], overlap.Grams]:
+        """All questions about a text, then those about the next, while a usable record about another is left."""
+        held: list[tuple[int, Sample]] = []
+        left, alike = [n for n in self._unlike(numbers, known) if any(True for _ in self._asked(n))], list[int]()
+        while len(held) < wanted:
+            number = (alike or left)[0]
+            grams = self._with(number, known)
+            unlike = [n for n in self._unlike(left, grams) if n != number]
+            if not unlike:
+                break
+            alike = [n for n in (*alike, *left) if n != number and n not in unlike]
+            left, known = unlike, grams
+            held += [(number, sample) for sample in islice(self._asked(number), wanted - len(held))]
+        return held, known
+
+    def _asked(self, number: int) -> Iterator[Sample]:
+        """A record's usable samples, one for each of its questions."""
+        for epoch in range(self._questions(number)):
             with suppress(ValueError):
-                samples.append(self._encode(number, 0))
-                known = overlap.union([known, overlap.grams(text)])
-        if len(samples) < wanted:
-            raise self._too_many(len(samples) - 1)
-        return samples, known
+                yield self._encode(number, epoch)
 
     def leave_out(self, known: overlap.Grams) -> None:
         """Train on nothing that has these 13-grams. Raises ValueError where nothing is left."""
         self._known = known
-        self._kept = self._unlike(self._kept)
+        before, self._kept = self._kept, self._unlike(self._kept, known)
         if not self._kept:
-            raise self._too_many(self._held - 1)
+            raise self._too_many(len(self._held) - 1)
+        if left_out := len({*before} - {*self._kept, *self._held}):
+            said = f"{left_out} of {len(before)} records are not trained on: validation has their text"
+            print(f"data.sources: {self.name!r}: {said}", file=sys.stderr)
         self._spare = self._kept[:1]
         self._enter(0, 0)
         try:
             self[0]
         except ValueError as error:
-            raise self._too_many(self._held - 1) from error
+            raise self._too_many(len(self._held) - 1) from error
 
-    def _too_many(self, max_samples: int) -> ValueError:
+    def _too_many(self, most: int) -> ValueError:
+        numbers, known, texts = list(self.records)[:BLOCK], overlap.union([]), 0
+        for number in numbers:
+            if self._unlike([number], known):
+                texts, known = texts + 1, self._with(number, known)
         among = f" of its first {self._size}" if len(self._first) == self._size else ""
+        repeat = f"{len(numbers) - texts} of {len(numbers)} records repeat the text of others, and "
         return ValueError(
-            f"data.val_samples={self.data.val_samples} sets {self._held} records of {self.name!r} aside, where at most "
-            f"{max(0, max_samples)} can be{among}: copies and what cannot be used do not count, and one must be left to train on"
+            f"data.val_samples={self.data.val_samples} sets {self._wanted} samples of {self.name!r} aside, where at most "
+            f"{max(0, most)} can be{among}: {repeat if texts < len(numbers) else ''}a text is validated or trained on, and what "
+            "cannot be used does not count. Add records about other texts, or lower data.val_samples; 0 trains on all"
         )
 
     def __getitem__(self, place: int) -> Sample:
@@ -195,9 +246,7 @@ class Records:
 
     def _encode(self, number: int, epoch: int) -> Sample:
         """A record's sample with the question of an epoch. Raises ValueError where it has none, with the reason."""
-        record = self.records[number]
-        asked = record.get("instructions")
-        questions = max(1, len(asked) if isinstance(asked, list) else 1)
+        record, questions = self.records[number], self._questions(number)
         question = (random.Random(f"{self.seed}:{number}").randrange(questions) + epoch) % questions
         if (number, question) in self._refused:
             raise ValueError(self._refused[number, question])
@@ -210,6 +259,11 @@ class Records:
             self._refused[number, question] = first_line(error)
             raise ValueError(first_line(error)) from error
         return sample
+
+    def _questions(self, number: int) -> int:
+        """The number of a record's questions."""
+        asked = self.records[number].get("instructions")
+        return max(1, len(asked) if isinstance(asked, list) else 1)
 
 
 def text_of(value: object) -> str:

@@ -21,11 +21,12 @@ import lightning as L
 import pandas
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..backbones.load import load_backbone, load_tokenizer, pick_device, pick_dtype
@@ -56,9 +57,9 @@ def read_curves(run: Path) -> dict[str, dict[int, float]]:
     return curves
 
 
-def write_curves(run: Path, target: Path) -> None:
+def write_curves(read: dict[str, dict[int, float]], target: Path) -> None:
     """One row per step, one column per tag."""
-    curves = pandas.DataFrame(read_curves(run)).sort_index()
+    curves = pandas.DataFrame(read).sort_index()
     tags = sorted(curves, key=lambda tag: (tag != "loss", "layer" in tag, tag))
     form = {"index_label": "step", "float_format": "%.5g", "lineterminator": "\r\n"}
     write_beside(target, lambda path: curves.to_csv(path, columns=tags, **form))
@@ -67,26 +68,25 @@ def write_curves(run: Path, target: Path) -> None:
 # ---- callbacks --------------------------------------------------------------------------------------------------------
 
 
-class Bar(TQDMProgressBar):
-    """Progress in optimiser steps."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        self._steps = steps
-
-    @property
-    def total_train_batches(self) -> int:
-        return self._steps
+class Bar(Callback):
+    """Progress in optimiser steps, on stderr, of the first process."""
 
     def on_train_start(self, trainer: L.Trainer, *rest: object) -> None:
-        """Set the progress bar's total for a resumed run. It resumes inside Lightning's single epoch, which sets the
-        total only at its beginning."""
-        super().on_train_start(trainer, *rest)
-        bar = self.train_progress_bar
-        bar.total, bar.initial, bar.n = self._steps, trainer.global_step, trainer.global_step
+        self.bar = tqdm(
+            total=trainer.max_steps, initial=trainer.global_step, desc="locret-train", unit="step", smoothing=0,
+            mininterval=1, dynamic_ncols=True, disable=not trainer.is_global_zero,
+        )  # fmt: skip
 
-    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict:
-        return {name: value for name, value in super().get_metrics(trainer, pl_module).items() if name != "v_num"}
+    def on_train_batch_end(self, trainer: L.Trainer, *rest: object) -> None:
+        self.bar.set_postfix(trainer.progress_bar_metrics, refresh=False)
+        self.bar.update()
+
+    def on_validation_start(self, *rest: object) -> None:
+        self.bar.set_postfix_str("validation")
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if hasattr(self, "bar"):
+            self.bar.close()
 
 
 class SeedSteps(Callback):
@@ -344,8 +344,9 @@ def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, saves: SaveEvery
     if trained is None:
         return None
     folder = module.export(trained, out)
-    write_json(folder / TRAINING, trained_with(cfg))
-    write_curves(out, folder / "curves.csv")
+    curves = read_curves(out)
+    write_json(folder / TRAINING, trained_with(cfg, cfg.optim.steps, curves.get("val/recall", {}).get(cfg.optim.steps)))
+    write_curves(curves, folder / "curves.csv")
     return folder
 
 
@@ -367,8 +368,9 @@ def _trainer(cfg: TrainConfig, strategy: Strategy | str, callbacks: list[Callbac
             inference_mode=False,  # weights that are gathered for validation must still be good for training
             logger=TensorBoardLogger(cfg.out, name="", version="tensorboard"),
             plugins=[AtomicCheckpointIO()],
-            callbacks=[Bar(cfg.optim.steps), SeedSteps(cfg.seed), *callbacks],
+            callbacks=[Bar(), SeedSteps(cfg.seed), *callbacks],
             enable_checkpointing=False,
+            enable_progress_bar=False,
             enable_model_summary=False,
         )
     except (MisconfigurationException, ValueError, ImportError) as error:

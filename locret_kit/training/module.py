@@ -251,7 +251,7 @@ class HeadTraining(FrozenTraining):
         regression, smooth, recall = torch.stack(self._validation).mean(0)  # [3, scored layers]
         self.validated = {"val/loss": float((regression + smooth).mean()), "val/recall": float(recall.mean())}
         layers = {f"val/recall_layer/{i:02d}": float(r) for i, r in zip(self.scored, recall, strict=True)}
-        self.log("val/recall", self.validated["val/recall"], prog_bar=True, logger=False)
+        self.log("val/recall", self.validated["val/recall"], prog_bar=True, logger=False, sync_dist=True)
         self.logger.log_metrics({**self.validated, **layers}, step=self.global_step)  # type: ignore[union-attr]
 
     def _show(self, sample: Sample, predicted_RS: Tensor, target_RS: Tensor, recall: float) -> None:
@@ -286,7 +286,7 @@ class KeepBest(Callback):
             if isinstance(heads, RetainingHeads):
                 folder = self.folder / mine
                 heads.save_pretrained(folder, self.dtype)
-                write_json(folder / TRAINING, {**trained_with(module.cfg), "step": trainer.global_step})
+                write_json(folder / TRAINING, trained_with(module.cfg, trainer.global_step, recall))
         if trainer.is_global_zero:
             for name in set(self._kept()) - set(best):
                 shutil.rmtree(self.folder / name)

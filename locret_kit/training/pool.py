@@ -185,7 +185,7 @@ class PoolTraining(FrozenTraining):
     def on_validation_epoch_end(self) -> None:
         (loss, counted), (plain, _) = torch.stack(self._validation).sum(0).tolist()
         self.validated = {"val/loss": loss / max(1, counted), "val/loss_without_pool": plain / max(1, counted)}
-        self.log("val/loss", self.validated["val/loss"], prog_bar=True, logger=False)
+        self.log("val/loss", self.validated["val/loss"], prog_bar=True, logger=False, sync_dist=True)
         self.logger.log_metrics(self.validated, step=self.global_step)  # type: ignore[union-attr]
 
 

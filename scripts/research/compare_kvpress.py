@@ -2,8 +2,6 @@
 
 Compare our policies with NVIDIA's kvpress: the share of slots that both keep when a whole prompt is cut once.
 
-    pip install datasets
-    pip install --no-deps kvpress cachetools fire termcolor    # it pins an older transformers, hence --no-deps
     python scripts/research/compare_kvpress.py
     python scripts/research/compare_kvpress.py --model checkpoints/SmolLM2-135M-Instruct --length 1024 --budget 256
 
@@ -23,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
-from locret_examples.press import LocretPress, arguments_for_kvpress
+from locret_examples.press import INSTALL, LocretPress, arguments_for_kvpress
 from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.load import load_backbone
@@ -35,7 +33,6 @@ from locret_kit.runtime.session import prefill
 from locret_kit.samples.haystack import load_text
 from locret_kit.text.tokens import stream_ids
 
-INSTALL = "pip install datasets; pip install --no-deps kvpress cachetools fire termcolor"
 WINDOW, LAG, BLOCK = 16, 32, 32  # tokens
 BOUND = 0.999  # of slots kept by both, where no reason is known
 

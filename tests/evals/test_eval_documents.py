@@ -220,7 +220,9 @@ def test_errors_name_file_folder_and_field(tmp_path, monkeypatch):
         raise ConnectionError("no connection")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(FileNotFoundError, match=r"task=leval.tpo: no tpo\{.json,.jsonl,.parquet\} in .*no connection"):
+    with pytest.raises(
+        FileNotFoundError, match=r"task=leval.tpo: no tpo\{.json,.jsonl,.parquet\} in .*no connection; get hf://.*tpo"
+    ):
         find_tasks(["leval.tpo"], data=[str(tmp_path)])
     with pytest.raises(FileNotFoundError, match="data=nowhere is no folder"):
         find_tasks(["leval.tpo"], data=["nowhere"])

@@ -277,7 +277,7 @@ def test_what_is_missing_is_said_before_the_first_example(heads, tmp_path, monke
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"tasks": "[paskey]"}, "task='paskey' is unknown. Did you mean 'passkey'?"),
+        ({"tasks": "[paskey]"}, "task='paskey' is unknown. Did you mean 'passkey'? locret-eval tasks lists all."),
         ({"budgets": "[4]", "stabilizers": 8}, "budget=4: stabilizers=8 must be below budget=4"),
         ({"chat": "alway"}, "chat=alway must be one of: auto, always, never. Did you mean 'always'?"),
         ({"haystacks": "[missing.txt]"}, "source=missing.txt must be"),

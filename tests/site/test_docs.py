@@ -135,6 +135,16 @@ def test_the_blocks_of_a_page_run(page, place, monkeypatch, command):
     assert ran
 
 
+def test_what_is_left_out_where_pages_are_run_as_printed_stands_there():
+    """In ``scripts/run_pages.py``: neither a reason nor a stand-in for what no page says, and a page's own install lines."""
+    script = load_script("scripts/run_pages.py")
+    pages = {page.name: page for page in script.pages([])}
+    said = "".join((ROOT / name).read_text(encoding="utf-8") for name in pages)
+    assert [words for words in (*script.SKIPPED, *script.STAND_INS) if words not in said] == []
+    assert script.BEFORE.keys() < pages.keys() and pages["README.md"].installs == ()
+    assert pages["docs/tutorials/serve.md"].installs == ("pip install -e '.[serve]'", "pip install openai httpx")
+
+
 def test_the_policy_of_the_tutorial_is_the_example():
     (block,) = blocks("tutorials/policy", "python")
     assert block == PLUGIN.read_text(encoding="utf-8")

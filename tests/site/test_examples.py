@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -61,6 +62,14 @@ def test_a_notebook_runs(path, monkeypatch, capsys):
     said = capsys.readouterr().out
     wanted = {"read_a_book": "MiB on disk", "new_policy": "mine(power=2.0)", "train_heads": "val/recall"}
     assert given == 1 and wanted.get(path.stem, "difference") in said
+
+
+@pytest.mark.parametrize("given", [[], ["--help"]])
+@pytest.mark.parametrize("name", ["compare_policies", "pipeline", "read_book"])
+def test_an_example_without_arguments_says_how_it_is_run(name, given, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *given])
+    with pytest.raises(SystemExit, match=rf"python examples/{name}\.py \S+"):
+        runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
 
 
 def test_the_page_of_the_space_shades_what_the_document_holds():

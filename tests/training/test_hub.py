@@ -147,6 +147,19 @@ def test_what_others_could_not_load_is_refused(tmp_path):
     assert 'load_backbone("lab/tiny", adapter="lab/lora")' in (tmp_path / "r" / "README.md").read_text()
 
 
+def test_the_card_of_the_best_heads_of_a_run_says_their_step_and_recall(tmp_path):
+    source = tmp_path / "best"
+    for recall, step in ((0.4, 4), (0.5, 2)):
+        folder = save(source / f"recall={recall:.4f}-step={step}")
+        training = json.loads((folder / "training.json").read_text())
+        training |= {"set_aside": 8, "step": step, "recall": recall}
+        (folder / "training.json").write_text(json.dumps(training))
+    write_release(RetainingHeads.from_pretrained(str(source)), "me/heads", tmp_path / "release", source)
+    card = (tmp_path / "release" / "README.md").read_text()
+    assert "\n2 of 4 steps of 1 sample per device" in card and "\nRecall on them is 0.5: of the 10% of slots" in card
+    assert 'locret-infer long.txt --ckpt me/heads --question "' in card
+
+
 def test_the_card_says_whether_validation_was_set_aside(tmp_path):
     source, said = save(tmp_path / "heads"), "no record with a document of theirs, and no 13 words in a row"
     training = json.loads((source / "training.json").read_text())

@@ -142,12 +142,51 @@ def test_val_samples_0_sets_nothing_aside(tmp_path):
 )
 def test_more_validation_than_can_be_set_aside_is_one_line(tmp_path, records, most):
     source = jsonl(tmp_path / "few.jsonl", records)
-    words = (
-        rf"data\.val_samples={most + 1} sets {most + 1} records of '.*few\.jsonl' aside, where at most {most} can be"
-    )
+    words = rf"data\.val_samples={most + 1} sets {most + 1} samples of '.*few\.jsonl' aside, where at most {most} can be: a text"
     with pytest.raises(ValueError, match=words):
         samples_of(source, val_samples=most + 1)
     assert len(samples_of(source, val_samples=most).held) == most
+
+
+def test_questions_about_few_texts_are_set_aside_text_by_text(tmp_path, capsys):
+    """Records with one question each, and one with all of them; the rest of the validated text is not trained on."""
+    source = jsonl(tmp_path / "records.jsonl", [record(n, f"Question {q}?") for q in range(10) for n in range(3)])
+    asked = {"instructions": [f"Question {q}?" for q in range(10)], "outputs": ["It."] * 10}
+    whole = jsonl(tmp_path / "whole.jsonl", [{"input": document(n), **asked} for n in range(3)])
+    capsys.readouterr()
+    for file, each, said in (
+        (source, 10, "2 of 30 records are not trained on: validation has their text\n"),
+        (whole, 1, ""),
+    ):
+        samples = samples_of(file, val_samples=8)
+        part, held = samples.sources[file], Counter(number_of(sample) for sample in samples.held)
+        assert list(held.values()) == [8] and len({sample.ids for sample in samples.held}) == 8
+        trained = Counter(number_of(part[place]) for place in range(len(part.trained)))
+        assert trained == dict.fromkeys({0, 1, 2} - held.keys(), each)
+        assert capsys.readouterr().err.endswith(said)
+
+
+def test_slices_of_one_text_that_overlap_are_validated_and_trained_on(tmp_path):
+    """41 slices, each of which shares more than half of its grams with the two beside it, and some with eight."""
+    words = [f"w{i // 10}x{i}" for i in range(450)]
+    rows = [{"context": " ".join(words[10 * n : 10 * n + 50]), "question": "Who?", "answer": "It."} for n in range(41)]
+    source = jsonl(tmp_path / "slices.jsonl", rows)
+    samples = samples_of(source, val_samples=8)
+    held = {number_of(sample) for sample in samples.held}
+    known = set().union(*(grams(rows[n]["context"]) for n in held))
+    part = samples.sources[source]
+    trained = {number_of(part[place]) for place in range(len(part.trained))}
+    assert len(held) == 8 and len(trained) > 20
+    assert all(len(grams(rows[n]["context"]) & known) <= len(grams(rows[n]["context"])) / 2 for n in trained)
+
+
+def test_questions_about_one_text_are_one_line(tmp_path):
+    source = jsonl(tmp_path / "one.jsonl", [record(0, f"Question {q}?") for q in range(20)])
+    with pytest.raises(
+        ValueError, match=r"at most 0 can be: 19 of 20 records repeat the text of others, .* 0 trains on all"
+    ):
+        samples_of(source, val_samples=8)
+    assert len(samples_of(source, val_samples=0).sources[source].trained) == 20
 
 
 def test_a_text_that_cannot_be_split_is_one_line(tmp_path):
@@ -283,7 +322,7 @@ def test_more_validation_than_a_stream_has_is_one_line(streamed, tmp_path):
     source = jsonl(tmp_path / "rows.jsonl", [record(n) for n in range(20)])
     assert len(samples_of(source, val_samples=19).held) == 19
     with pytest.raises(
-        ValueError, match=r"data\.val_samples=20 sets 20 records of '.*' aside, where at most 19 can be: copies"
+        ValueError, match=r"data\.val_samples=20 sets 20 samples of '.*' aside, where at most 19 can be: a text"
     ):
         samples_of(source, val_samples=20)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -26,6 +28,7 @@ from locret_kit.training import fit
 from locret_kit.training.data import Samples
 from locret_kit.training.fit import read_curves
 
+ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = ["recipe=tiny", "data.max_tokens=512", "trainer.accelerator=cpu", "data.val_samples=2"]
 
 
@@ -37,12 +40,16 @@ def train(backbone: Path, out: Path, *more: str) -> int:
     return main([*SETTINGS, f"backbone.model={backbone}", f"out={out}", *more])
 
 
-def test_it_learns_and_exports(backbone, tmp_path):
-    assert train(backbone, tmp_path, "optim.steps=30", "optim.lr=0.02", "trainer.val_every=10") == 0
-    assert len(curve(tmp_path)) == 30
-    losses = list(curve(tmp_path, "val/loss").values())
-    assert len(losses) == len(curve(tmp_path, "val/recall")) == 3
-    assert losses[-1] < 0.9 * losses[0]
+def test_it_learns_and_exports(backbone, tmp_path, capsys):
+    """It validates after the last step, too; progress goes to stderr."""
+    assert train(backbone, tmp_path, "optim.steps=26", "optim.lr=0.02", "trainer.val_every=10") == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"heads: {tmp_path / 'heads'}\ntry:") and "locret-train: 100%" in err and "26/26" in err
+    assert len(curve(tmp_path)) == 26
+    losses, recalls = curve(tmp_path, "val/loss"), curve(tmp_path, "val/recall")
+    assert [*losses] == [*recalls] == [10, 20, 26]
+    assert losses[26] < 0.9 * losses[10]
+    assert json.loads((tmp_path / "heads" / "training.json").read_text())["recall"] == round(recalls[26], 4)
     folder, file = (
         RetainingHeads.from_pretrained(str(tmp_path / "heads")),
         RetainingHeads.from_pretrained(str(tmp_path / "heads.pt")),
@@ -78,7 +85,8 @@ def test_the_best_heads_are_kept_and_load(backbone, tmp_path):
     for folder in (tmp_path / "best").iterdir():
         assert RetainingHeads.from_pretrained(str(folder)).config.backbone == str(backbone)
         settings = json.loads((folder / "training.json").read_text())
-        assert folder.name.endswith(f"-step={settings['step']}") and settings["optim"]["steps"] == 10
+        assert folder.name == f"recall={settings['recall']:.4f}-step={settings['step']}"
+        assert settings["optim"]["steps"] == 10
     best = tmp_path / "best" / f"recall={recalls[-1][0]:.4f}-step={recalls[-1][1]}"
     mine, theirs = (RetainingHeads.from_pretrained(str(path)).fingerprint for path in (tmp_path / "best", best))
     assert mine == theirs
@@ -103,6 +111,15 @@ def test_the_board_shows_layers_pictures_text_and_settings(backbone, tmp_path):
     text = events.Tensors("val/kept tenth/text_summary")[0].tensor_proto.string_val[0].decode()
     assert text.startswith("    ") and text.count("⟦") == text.count("⟧") > 0
     assert any("hparams" in tag for tag in tags["tensors"]) or "_hparams_/experiment" in str(file.read_bytes())
+
+
+def test_a_missing_file_of_records_is_said_before_anything_is_loaded():
+    code = (
+        "import sys; from locret_kit.cli.train import main; status = main(['recipe=smollm2-135m', 'data.sources=[none.jsonl]']); "
+        "sys.exit(10 * status + ('lightning' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 10 and "data.sources: source=none.jsonl does not exist" in done.stderr, done.stderr
 
 
 # ---- records that cannot be used ------------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ def write_page(out: Path) -> Path:
     rows = read_rows(out)
     failed = sum(row.error is not None for row in rows)
     html = environment().get_template("page.html").render(
-        title=out.resolve().name, lead=f"{len(rows)} examples, {failed or 'none'} failed",
+        title=out.resolve().name, lead=f"{len(rows)} examples, {failed or 'none'} failed; rows.*.jsonl has their answers",
         tables=[*tables_of(rows), settings(rows)], figures=[*figures(out, rows)],
     )  # fmt: skip
     text = html.encode("utf-8", "backslashreplace")  # half a surrogate pair in a name

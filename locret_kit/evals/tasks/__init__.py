@@ -274,7 +274,7 @@ def _tasks_of(name: str, haystacks: Sequence[str], data: Sequence[str], samples:
         return [_over(HAYSTACK_TASKS[name], h) if h in real else HAYSTACK_TASKS[name](h, None) for h in haystacks]
     if is_file_of_records(name):
         return [records_task(name, samples, metric)]
-    check_name("task", name, [*known_tasks(), *groups()])
+    check_name("task", name, [*known_tasks(), *groups()], "locret-eval tasks lists all.")
     return [_over(REAL_TEXT_TASKS[name], haystack) for haystack in real or [DEFAULT_REAL_TEXT]]
 
 

@@ -177,10 +177,10 @@ def _hub_records(entry: TaskEntry, data: Sequence[str], split: str | None) -> It
         rows = datasets.load_dataset(**where, streaming=True)
         yield from (dict(row) for row in rows)
     except Exception as error:  # the client's and its transport's own kinds
-        said = first_line(error)
-        looked = f"in {', '.join(map(str, data))}" if data else "in no folder (give data=[FOLDER])"
+        looked = f" in {', '.join(map(str, data))}" if data else ""
         raise FileNotFoundError(
-            f"task={entry.name}: no {entry.file}{{{','.join(SUFFIXES)}}} {looked}, and the Hub says: {said}"
+            f"task={entry.name}: no {entry.file}{{{','.join(SUFFIXES)}}}{looked}, and the Hub says: {first_line(error)}; get "
+            f"{where.get('data_files', where['path'])} where there is a network, and give data=[FOLDER]"
         ) from error
 
 
