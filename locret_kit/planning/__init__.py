@@ -40,8 +40,8 @@ def reading_time(
 
     most = min(settings.budget, len(ids))
     budget = most - most**2 // (2 * len(ids))  # rows grow up to it, then stay
-    sizes = {name: min(getattr(settings, name), budget - 1) for name in ("stabilizers", "local_len")}
-    run = replace(settings.run, budget=budget, **sizes)
+    stabilizers, local_len = min(settings.stabilizers, budget - 1), min(settings.local_len, budget - 1)
+    run = replace(settings.run, budget=budget, stabilizers=stabilizers, local_len=local_len)
     seconds = seconds_per_token(model, ids, BoundedCache(run, policy, heads, prompt_length=len(ids)))
     return f"{len(ids):,} tokens take about {duration(len(ids) * seconds)}, {1 / seconds:.0f} tok/s beside a full cache"
 
@@ -64,7 +64,7 @@ def seconds_per_token(model: PreTrainedModel, ids: Sequence[int], cache: Bounded
             while left > 0:
                 step = min(left, chunk)
                 k, v = (x.new_zeros(*x.shape[:2], step, x.shape[3]) for x in layer.empty(model.dtype, device))
-                rows.append(k, v, torch.rand(k.shape[:3], device=device))
+                rows.append(k, v, torch.linspace(0, 1, step, device=device).expand(k.shape[:3]))
                 rows.codec.finish_block()
                 left -= step
             rows.seen = end - piece
