@@ -201,7 +201,8 @@ def too_few(budget: int, tokens: int) -> str | None:
         return None
     wanted = -(-tokens // TOKENS_PER_SLOT)
     step = 10 ** max(0, len(str(wanted)) - 2)
+    more = -(-wanted // step) * step
     return (
         f"{budget:,} slots for {tokens:,} tokens, 1 in {tokens // budget}: facts need about 1 in {TOKENS_PER_SLOT}: "
-        f"--budget {-(-wanted // step) * step}"
+        f"--budget {more} takes {more / budget:.1f} times the cache's memory, and more time"
     )

@@ -22,13 +22,9 @@ cpu_index() { # where CPU builds of PyTorch are, for a Linux machine without an 
     fi
 }
 
-install() { # pip, with a line for each file, so that it shows that it works
-    python -m pip install --progress-bar off -c "$root/constraints.txt" "$@" |
-        { grep --line-buffered -oE '^ *(Downloading|Using cached|Building|Installing) .{0,70}' || true; }
-}
-
 locret_setup() {
-    local venv="${VIRTUAL_ENV:-$root/.venv}" extras="${LOCRET_EXTRAS:-dev}" stamp want torch made index
+    local venv="${VIRTUAL_ENV:-$root/.venv}" extras="${LOCRET_EXTRAS:-dev}" quiet=--quiet stamp want torch made index
+    if [ -t 1 ]; then quiet=; fi # a terminal shows what pip does
     made="$venv/bin/python"
     [ -x "$made" ] || made="${PYTHON:-python3}"
     if ! "$made" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
@@ -56,9 +52,9 @@ print(hashlib.sha256(b"".join(pathlib.Path(p).read_bytes() for p in ("pyproject.
     torch="$(grep '^torch==' "$root/constraints.txt")"
     index="${LOCRET_TORCH_INDEX:-$(cpu_index)}"
     echo "setup: installing $torch into $venv"
-    install ${index:+--index-url "$index"} "$torch"
+    python -m pip install ${quiet:+--quiet} -c "$root/constraints.txt" ${index:+--index-url "$index"} "$torch"
     echo "setup: installing locret-kit[$extras]"
-    (cd "$root" && install -e ".[$extras]")
+    (cd "$root" && python -m pip install ${quiet:+--quiet} -c constraints.txt -e ".[$extras]")
     echo "$want $extras" >"$stamp"
     echo "setup: done; source $venv/bin/activate"
 }

@@ -208,19 +208,22 @@ class BoundedCache(StatefulCache):
         """An empty cache with other settings."""
         return type(self)(settings, policy, self.heads, prompt_length=prompt_length, stages=self.options.stages)
 
-    def take_back(self, tokens: int) -> bool:
-        """Forget the newest ``tokens`` tokens after the prompt, as though they had never been read. False, and nothing has
-        changed, where that cannot be: they were scored by attention or evicted something, or heads differ in length."""
+    def can_take_back(self, tokens: int) -> bool:
+        """Whether the newest ``tokens`` tokens, at most those after the prompt and its last one, can be forgotten as though never
+        read. They cannot where they were scored by attention or evicted something, or heads differ in length."""
         state = self.state
-        reaches_prompt = state.seen - tokens < (state.schedule.prompt_length or INT32_MAX)
+        reaches_prompt = state.seen - tokens + 1 < (state.schedule.prompt_length or INT32_MAX)
         if reaches_prompt or state.states is not None or state.context.evicts_after_forward:
             return False
         # All layers or none: a forward refuses layers that have seen different numbers of tokens.
-        if not all(rows.can_take_back(tokens) for rows in state.layers):
-            return False
-        for rows in state.layers:
+        return all(rows.can_take_back(tokens) for rows in state.layers)
+
+    def take_back(self, tokens: int) -> bool:
+        """Forget the newest ``tokens`` tokens. False, and nothing has changed, where that cannot be (`can_take_back`)."""
+        possible = self.can_take_back(tokens)
+        for rows in self.state.layers if possible else ():
             rows.take_back(tokens)
-        return True
+        return possible
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """A copy for the same prompt: heads, policy and model are shared, all else is copied."""

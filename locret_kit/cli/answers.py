@@ -66,14 +66,14 @@ def answer_questions(args: InferOptions, text: Iterable[str]) -> int:
         thought = None if question is None else Thought.after(tokenizer, ids, max_tokens=limit)
         return Answer(
             model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=generation["sampling"], seed=args.seed,
-            progress=None if args.quiet else progress(), thought=thought,
+            progress=None if args.quiet else progress(full=run.budget or 0), thought=thought,
         )  # fmt: skip
 
     answers = map(answer_one, questions, prompts)
     if args.evidence or (len(questions) > 1 and tokenizer.is_fast and not by_length):
         document = Document.read(
             model, tokenizer, text, run, chosen.policy, chosen.heads, chat=args.chat, title=title_of(args.file),
-            progress=None if args.quiet else progress(),
+            progress=None if args.quiet else progress(full=run.budget or 0),
         )  # fmt: skip
         warnings.append(loading.not_shown(args.protect, document.protected(document.prompt("?"))))
         answers = map(partial(document.ask, evidence=args.evidence, **generation), args.question)

@@ -106,9 +106,12 @@ class Screen:
                 raise
             raise Stopped from None
 
-    def progress(self, patience_s: float = 0) -> Callable[[int, int], None]:
-        """A progress function for prefill: a line on stderr after ``patience_s`` seconds. It also checks for Ctrl-C."""
-        show, began = progress("read"), time.monotonic()
+    def progress(self, patience_s: float = 0, full: float = 0) -> Callable[[int, int], None]:
+        """A progress function for prefill: a line on stderr after ``patience_s`` seconds. It also checks for Ctrl-C.
+
+        ``full``: see ``command.progress``.
+        """
+        show, began = progress("read", full), time.monotonic()
 
         def step(done: int, total: int) -> None:
             if time.monotonic() - began >= patience_s:
@@ -307,7 +310,7 @@ class Talk:
         run = self.chosen.for_text(self.args.run, self.model, whole.ids, self.screen.note, self.args.history)
         document = Document.read(
             self.model, self.tokenizer, whole, run, self.chosen.policy, self.chosen.heads, title=title,
-            progress=self.screen.progress(),
+            progress=self.screen.progress(full=run.budget or 0),
         )  # fmt: skip
         self.begin(document)
         self.screen.note(f"read in {time.perf_counter() - began:.1f} s; /save FILE{SAVED} keeps what was read")

@@ -26,6 +26,7 @@ from ..config.schema import Command, T, UsageError, read
 from ..files import read_utf8
 from ..hub import OneRetryLine
 from ..naming import first_line, install_line, prefixed_errors
+from ..planning import duration
 from ..processes import choose_threads
 from ..text.converters import ENCODED, LIMIT, is_encoded
 from ..text.folder import read_folder
@@ -221,22 +222,22 @@ def check_target(path: Path, option: str, *, replace: bool = True, source: str |
         raise ValueError(f"{said}: its folder is missing or cannot be written")
 
 
-def progress(what: str = "prefill") -> Callable[[int, int], None]:
+def progress(what: str = "prefill", full: float = 0) -> Callable[[int, int], None]:
     """A line on stderr that says how far the reading of a text is: ``progress(done, total)`` in tokens. The first say no rate: a
-    part may have been there before."""
+    part may have been there before. ``full``: tokens after which a cache is full; before, the time that is left is not known."""
     began, first, last = 0.0, 0, time.monotonic()
 
     def show(done: int, total: int) -> None:
         nonlocal began, first, last
         now, terminal = time.monotonic(), sys.stderr.isatty()
-        if not first:
+        if not first or first < full <= done:
             began, first = now, done
         if done < total and now - last < (0.5 if terminal else 10):
             return
         last, line = now, f"{what} {done}/{total} tokens"
         if done > first and now > began:
             rate = (done - first) / (now - began)
-            line += f", {rate:.0f} tok/s, {(total - done) / rate:.0f} s left"
+            line += f", {rate:.0f} tok/s" + f", {duration((total - done) / rate)} left" * (first >= full)
         if terminal:  # a line that is wrapped would stay
             line = f"{line}   "[: shutil.get_terminal_size().columns - 1]
         print(line, file=sys.stderr, end="\r" if terminal and done < total else "\n", flush=True)

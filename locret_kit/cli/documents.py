@@ -23,6 +23,7 @@ from ..config.schema import refuse
 from ..files import read_utf8, write_beside
 from ..naming import prefixed_errors
 from ..settings import RunSettings, too_few
+from ..text.converters import PAGE
 from ..validation import display
 from .command import (
     check_question,
@@ -88,7 +89,8 @@ def read_text(args: ReadOptions, text: Iterable[str]) -> Done:
     run = chosen.for_text(args.run, model, whole.ids, None if args.quiet else note)
     document = Document.read(
         model, tokenizer, whole, run, chosen.policy, chosen.heads, chat=args.chat,
-        title=args.title or title_of(args.file), progress=None if args.quiet else progress("read"),
+        title=args.title or title_of(args.file),
+        progress=None if args.quiet else progress("read", run.budget or 0),
     )  # fmt: skip
     seconds = time.perf_counter() - began
     unseen = not_shown(args.protect, document.protected(document.prompt("?")))
@@ -229,7 +231,8 @@ def rows(record: dict[str, Any], size: int) -> Iterator[tuple[str, object]]:
     counts = [state["rows"] for state in states if "rows" in state] or [0]
     low, high = min(counts), max(counts)
     yield "slots", f"{high:,} a head and layer" if low == high else f"{low:,} to {high:,} a head, by layer"
-    yield "note", too_few(high, tokens) if tokens and high and "recall" not in record["parts"] else None
+    found_again = record["parts"].keys() & {"recall", "reread"}
+    yield "note", too_few(high, tokens) if tokens and high and not found_again else None
     yield "precision", record.get("dtype")
     yield "bytes", f"{size:,} ({size / 2**20:.1f} MiB)"
     yield "written", f"{record.get('created')} by locret_kit {record.get('kit')}, format {record.get('version')}"
@@ -276,7 +279,8 @@ def run_kept(args: KeptOptions) -> int:
     held = f"{(counts > 0).sum()} of {shown.seen} held ({where or 'all layers and heads'})"
     print(f"{display(title)}: {display(lead)}; {held}\n")
     printable = [
-        "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text) for text in texts[: shown.seen]
+        "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text.replace(PAGE, ""))
+        for text in texts[: shown.seen]
     ]
     print(highlight(printable, counts / heads, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     return 0

@@ -116,15 +116,17 @@ class ModelChoice:
             run, lines = replace(run, budget=budget), [line]
         if say is None:
             return run
-        if self.evicts and self.policy.recall is None:
+        if self.evicts and self.policy.recall is None and self.policy.reread is None:
             few = too_few(budget, len(ids))
             lines.append(few and f"warning: {few}")
             window = getattr(text_config(model), "max_position_embeddings", None) or len(ids)
-            if len(ids) >= MANY_WINDOWS * window and self.policy.reread is None:
-                again = "; --policy rereading-locret finds more" if self.heads is not None else ""
+            if len(ids) >= MANY_WINDOWS * window:
+                more = "finds more, and reads passages again for each question"
+                again = f"; --policy rereading-locret {more}" if self.heads is not None else ""
                 times = f"{len(ids) // window} times the model's window of {window:,}"
                 lines.append(f"warning: {len(ids):,} tokens are {times}: single facts are often missed{again}")
-        lines.append(None if run.one_shot else reading_time(model, ids, resolved.chunk))
+        settings = run.resolved(self.published, len(ids))
+        lines.append(reading_time(model, ids, settings, self.policy, self.policy.heads_for(self.heads)))
         for line in filter(None, lines):
             say(line)
         return run
@@ -225,7 +227,7 @@ def remarks(answer: Answer, args: Generation) -> Iterator[str]:
     if said := thought_notice(answer.thought):
         yield said
     if answer.finish_reason == "length":
-        yield f"the answer was cut after max_new_tokens={args.max_new_tokens}"
+        yield f"the answer was cut after max_new_tokens={args.max_new_tokens}: --max-new-tokens N gives it more"
 
 
 def prompt_ids(

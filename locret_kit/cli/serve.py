@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ..config.serve_options import SERVE, ServeOptions
 from ..naming import parse_bytes, prefixed_errors
 from ..settings import read_protect
-from .command import entry
+from .command import entry, note
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -77,14 +77,14 @@ def run(args: ServeOptions) -> int:
 
     def opened() -> None:
         try:
-            print(f"ready: {load(args, keys, hosts, loading)}", file=sys.stderr, flush=True)
+            note(f"ready: {load(args, keys, hosts, loading, address)}")
         except Exception as error:
             failed.append(error)
             served.should_exit = True
 
     with listen(args.host, args.port) as listener:
         host = f"[{args.host}]" if ":" in args.host else args.host
-        print(f"http://{host}:{listener.getsockname()[1]}", file=sys.stderr, flush=True)
+        address = f"http://{host}:{listener.getsockname()[1]}"
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
         config = uvicorn.Config(  # uvicorn's own log_config would close the handlers of others
             loading, http=HeaderTimeout, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False,
@@ -98,9 +98,9 @@ def run(args: ServeOptions) -> int:
     return 0
 
 
-def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loading: LoadingApp) -> str:
-    """Load the model, build the server and install it for requests; returns a description of it. Raises ValueError,
-    OSError."""
+def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loading: LoadingApp, address: str) -> str:
+    """Load the model, build the server and install it for requests; returns a description of it. The address is said where all
+    that is named is there. Raises ValueError, OSError."""
     from ..answers.forms import UNKNOWN, answer_form
     from ..backbones.probe import describe
     from ..planning.inference_plan import Caches, Setting, refuse_unbounded
@@ -124,17 +124,21 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     if args.session_dir is not None:
         store = Store(args.session_dir, parse_bytes(args.session_disk, "session_disk"))
         server.salt = store.salt
+    tokenizer = chosen.open_tokenizer(args)
+    note(address)
     loading.put(make_app(server), server.stop)
-    model, tokenizer = chosen.load(args)
+    model, _ = chosen.load(args, tokenizer)
     server.defaults = sampling_defaults(args, model.generation_config)
     settings = args.run.resolved(chosen.published, None).run
     engine = EngineThread(
         model, tokenizer, settings, chosen.policy, chosen.heads, sessions=args.sessions,
         store=store, policies=policies, shared_prefixes=args.shared_prefixes, thoughts=args.thoughts,
+        document_budget=args.document_budget,
     )  # fmt: skip
     spec, dtype = describe(model).spec, str(model.dtype).removeprefix("torch.")
+    largest = Setting(args.max_prompt_tokens, replace(settings, budget=engine.document_budget), dtype=dtype)
     caches = Caches.of(
-        spec, Setting(args.max_prompt_tokens, settings, dtype=dtype), engine.spec.policies,
+        spec, largest, engine.spec.policies,
         args.sessions * (1 + (args.thoughts == "dropped")), args.documents, args.shared_prefixes,  # of each a copy stays
     )  # fmt: skip
     server.limits = replace(limits, upload_bytes=max(limits.upload_bytes, 2 * (caches.each + caches.stored)))
@@ -142,7 +146,8 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     give_back(server.ended)
     server.engine = engine
     known = answer_form(tokenizer, tools=True).calls != UNKNOWN
-    return f"{name}, {caches}{'' if known else '; its form of tool calls is unknown: calls stay text'}"
+    form = "" if known else "; its form of tool calls is unknown: calls stay text"
+    return f"{name}, {caches}; temperature {server.defaults.get('temperature', 1):g} where a request has none{form}"
 
 
 def sampling_defaults(args: ServeOptions, generation: GenerationConfig | None) -> dict[str, float]:

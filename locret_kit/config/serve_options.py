@@ -33,6 +33,8 @@ class Service:
     """Maximum number of caches: running requests, and conversations that wait for their next turn."""
     documents: Annotated[int, Ge(0)] = 8
     """Maximum number of documents in memory."""
+    document_budget: Slots | None = None
+    """Maximum budget that the upload of a document may ask for; memory is then that of such caches. Default: --budget."""
     shared_prefixes: Annotated[int, Ge(0)] = 2
     """Maximum number of shared prefixes (system prompts) in memory. 0 disables sharing."""
     session_dir: str | None = None

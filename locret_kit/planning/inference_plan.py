@@ -464,7 +464,7 @@ class Caches:
     def __str__(self) -> str:
         return (
             f"{self.sessions} sessions, {self.documents} documents and {self.shared_prefixes} shared prefixes: "
-            f"{self.count} caches of {show(self.each)}, {self.bytes} bytes"
+            f"{self.count} caches of {show(self.each)}, {show(self.bytes)}"
             + (f", and {show(self.count * self.stored)} of host memory for what they evict" if self.stored else "")
         )
 

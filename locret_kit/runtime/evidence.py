@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..cache.bounded import BoundedCache
+from ..text.converters import PAGE
 from ..text.folder import HEADING
 from ..text.tokens import token_texts
 
@@ -34,10 +35,13 @@ class Passage:
     """Share of the answer's attention to the text that its tokens received, 0 to 1."""
     file: str = ""
     """Path of its file, in a folder's text."""
+    page: int | None = None
+    """Its page, from 1, where form feeds part pages, as in the text of a PDF."""
 
     def __str__(self) -> str:
-        """``path, line N: text``"""
-        return f"{self.file + ', ' if self.file else ''}line {self.line}: {' '.join(self.text.split())}"
+        """``path, line N: text``, or ``page N: text``"""
+        place = f"line {self.line}" if self.page is None else f"page {self.page}"
+        return f"{self.file + ', ' if self.file else ''}{place}: {' '.join(self.text.split())}"
 
 
 class EvidenceSearch:
@@ -116,5 +120,7 @@ def _passage(before: str, inside: str, after: str, share: float) -> Passage:
     skipped = len(text) - len(text.lstrip()) + (heading.end() + 1 if heading else 0)
     above = before[:cut] + text[:skipped]
     headings = [*_HEADING.finditer(above)]
-    line = above.count("\n", headings[-1].end() if headings else 0) + (not headings)
-    return Passage(text[skipped:].strip(), line, share, headings[-1]["path"] if headings else "")
+    begin = headings[-1].end() if headings else 0
+    line = above.count("\n", begin) + (not headings)
+    page = above.count(PAGE, begin) + 1 if PAGE in before + inside + after else None
+    return Passage(text[skipped:].strip(), line, share, headings[-1]["path"] if headings else "", page)

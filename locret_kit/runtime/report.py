@@ -128,6 +128,8 @@ class Report:
         sparse = "" if self.computed_share is None else f"; {self.computed_share:.1%} of the attention computed"
         bits = f" ({s.kv_bits} bits)" if s.kv_bits else ""
         share = f" ({s.share} of the prompt)" if s.share else ""
+        slots = f"budget {s.budget}{share}, chunk {s.chunk}, stabilizers {s.stabilizers}, local {s.local_len}"
+        slots = "every slot kept" if low > s.budget else slots  # a budget without effect
         recall = []
         if (r := self.recall) is not None:
             recall = [
@@ -143,8 +145,7 @@ class Report:
             f"decoding: {self.new_tokens} tokens in {self.decode_s:.1f} s ({self.decode_rate:.1f} tok/s){attention}",
             f"cache: {rows} rows a head and layer after prefill, {self.evictions} evictions, "
             f"{self.cache_bytes / 2**20:.1f} MiB of buffers{bits}; peak memory {self.peak_bytes / 2**20:.0f} MiB",
-            f"policy {self.policy}: budget {s.budget}{share}, chunk {s.chunk}, stabilizers {s.stabilizers}, "
-            f"local {s.local_len}, {s.positions} positions; scoring {self.score_s:.1f} s, "
+            f"policy {self.policy}: {slots}, {s.positions} positions; scoring {self.score_s:.1f} s, "
             f"selecting {self.select_s:.1f} s, compacting {self.compact_s:.1f} s",
             *recall,
         ]

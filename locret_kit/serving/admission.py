@@ -32,11 +32,13 @@ class ParkedSession:
 
     Attributes:
         keys: prompt prefixes that continue it; one of them may omit the thoughts.
+        prompt: hash of the prompt that it has answered; '' where it has read more than that.
         saving: whether its file is being written. No request may continue it then. settled: whether nothing is left to write.
     """
 
     keys: tuple[PrefixKey, ...]
     cache: BoundedCache
+    prompt: str = ""
     saving: bool = False
     settled: bool = False
 
@@ -77,6 +79,15 @@ class Sessions:
             lookup.file = request.prompt.longest(self.store.sessions(request.owner), *about)
         return max(filter(None, (best, lookup.file)), key=lambda key: key.tokens, default=None)
 
+    def twin(self, request: ServerRequest) -> ParkedSession | None:
+        """The session that has answered an equal prompt, in memory, where its answer can be taken back."""
+        tokens, about = len(request.prompt.ids), (request.owner, request.document_id)
+        for parked in self.parked.values():
+            alike = (parked.keys[0].owner, parked.keys[0].document_id) == about and parked.prompt
+            if alike and parked.prompt == request.prompt.hash(tokens):
+                return parked if parked.cache.can_take_back(parked.cache.get_seq_length() - tokens + 1) else None
+        return None
+
     def unpark(self, parked: ParkedSession) -> None:
         """Remove a session from the waiting ones, because a request continues it."""
         del self.parked[parked.name]
@@ -94,7 +105,12 @@ class Sessions:
         name = known if known and known not in self.parked else f"session_{secrets.token_hex(16)}"
         key = partial(PrefixKey, name, request.owner, request.document_id)
         keys = {key(len(ids), hash_ids(ids), skipped) for ids, skipped in read}
-        parked = ParkedSession(tuple(keys), cache, settled=self.store is None)
+        whole = (
+            request.prompt.hash(len(request.prompt.ids))
+            if cache is request.cache and not request.lookup.skipped
+            else ""
+        )
+        parked = ParkedSession(tuple(keys), cache, whole, settled=self.store is None)
         self.parked[name] = parked
         if self.store is not None:
             self.write(self._save, parked, self.store)
@@ -228,6 +244,9 @@ class Admission:
         if request.cache is not None:  # a document's, or a session's from its file
             self._resume(request, request.cache, lookup.skipped)
             return
+        if request.spec.is_default and not request.drops_thoughts and (twin := sessions.twin(request)) is not None:
+            self._repeat(request, twin)
+            return
         key = sessions.find(request) if request.spec.is_default else None
         parked = None if key is None else sessions.parked.get(key.name)
         if key is None:
@@ -241,6 +260,17 @@ class Admission:
             # A branch of a conversation that went on gets a file of its own.
             lookup.name = "" if key.name in taken else key.name
             sessions.load(request, key)
+
+    def _repeat(self, request: ServerRequest, twin: ParkedSession) -> None:
+        """Admit a request with a copy of the cache that an equal prompt was read into, where there is room."""
+        self._sessions.parked.move_to_end(twin.name)
+        if not (self._engine.takes(1) and self._room()):
+            return
+        cache = twin.cache
+        if twin.name in self._sessions.parked:  # its conversation may go on
+            cache = cache.with_budget(cache.schedule.budget)
+        cache.take_back(cache.get_seq_length() - len(request.prompt.ids) + 1)
+        self._resume(request, cache, 0)
 
     def _resume(self, request: ServerRequest, cache: BoundedCache, skipped: int) -> bool:
         """Admit a request with a cache that has read its prefix and ``skipped`` tokens of thoughts. If the thoughts are dropped,

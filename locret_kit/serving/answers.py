@@ -20,7 +20,7 @@ from ..text.tokens import TextStream, token_texts
 from .bodies import CompletionBody
 from .engine_thread import EngineThread
 from .messages import Failed, JsonObject, error_of, refusal_of
-from .request import ServerRequest, Stopping
+from .request import LOG, ServerRequest, Stopping
 from .state import Server
 
 Step = Literal["begin", "grow", "end"]
@@ -46,12 +46,13 @@ class AnswerStream:
 
     Attributes:
         events, blocks: sent to the client so far. tokens: their tokens.
-        reason: why it ended: "stop", "length" or "tool_calls".
+        reason: why it ended: "stop", "length" or "tool_calls". warning: words on a call that was asked for and cut; '' without.
     """
 
     def __init__(self, engine: EngineThread, request: ServerRequest, reader: Reader) -> None:
         self.engine, self.request, self.reader = engine, request, reader
         self.events, self.tokens, self.blocks, self.reason = list[Event](), list[Token](), list[Block](), "stop"
+        self.warning = ""
         self._news, self._loop = asyncio.Event(), asyncio.get_running_loop()
         # Written by the engine's thread: events with the number of characters that they are sure of, characters after tokens.
         marks = reader.marks
@@ -148,6 +149,10 @@ class AnswerStream:
         self.reason = "length" if ended in FULL and self.reader.stop is None else "stop"
         if self.reader.calls and not self.reader.calling:
             self.reason = "tool_calls"
+        if spec.must_call and self.reason == "length":
+            told = "ended the answer before the call that tool_choice forces: raise it, or simplify the tool's schema"
+            self.warning = f"max_tokens={spec.max_tokens} {told}"
+            LOG.warning("%s", self.warning)
 
     def _prompt_tokens(self) -> Iterable[Token]:
         """Tokens of the prompt, where their log-probabilities are asked for."""

@@ -21,7 +21,7 @@ from ..documents.conversation import common
 from ..documents.document import Document
 from ..engine import Sampling
 from ..policies.grammar import parse_policy
-from ..text.template import has_template, render_messages, takes, template_source
+from ..text.template import SWITCHES, has_template, render_messages, takes, template_source
 from ..text.tokens import IdStream, TooManyTokens
 from .histories import render, rewritten
 from .messages import JsonObject, Message, Part, Refused, ResponseFormat, Tool, form, places, refuse, tool_name
@@ -268,7 +268,7 @@ class ChatBody(CompletionBody):
             raise ValueError("top_logprobs needs logprobs=true")
         spec = replace(
             spec, top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            hides_thoughts=bool(self.exclude) or not self.include_reasoning,
+            hides_thoughts=bool(self.exclude) or not self.include_reasoning, must_call=bool(self.called),
         )  # fmt: skip
         if not self.marks(server.ready().tokenizer).thinks:
             return spec
@@ -317,6 +317,9 @@ class ChatBody(CompletionBody):
         said = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
         known = {name: value for name, value in said.items() if value is not None and takes(tokenizer, name)}
         arguments = known | self.chat_template_kwargs
+        if not self.marks(tokenizer).thinks and not any(takes(tokenizer, name) for name in SWITCHES):
+            # A model without thoughts does already what these ask for.
+            arguments = {name: value for name, value in arguments.items() if name not in SWITCHES or value is not False}
 
         def shown(messages: list[Message], about: bool = False) -> tuple[str, str]:
             turns = [message.rendered() for message in messages]

@@ -48,8 +48,9 @@ class TextReply(Reply):
         known = tokens is not None and answer.request.spec.top_logprobs is not None
         logprobs = logprobs_of(answer.engine.tokenizer, tokens or (), chat=self.chat) if known else None
         search = answer.request.search if reason is not None else None
-        evidence = {} if search is None else {"evidence": [asdict(passage) for passage in search.passages]}
-        return {"index": index, **said, "finish_reason": reason, "logprobs": logprobs, **evidence}
+        more: JsonObject = {} if search is None else {"evidence": [asdict(passage) for passage in search.passages]}
+        more |= {"warning": answer.warning} if reason is not None and answer.warning else {}
+        return {"index": index, **said, "finish_reason": reason, "logprobs": logprobs, **more}
 
     async def values(self) -> AsyncIterator[JsonObject]:
         counts: JsonObject = {"usage": None} if self.asked.stream_options.include_usage else {}

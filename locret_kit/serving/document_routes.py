@@ -7,11 +7,12 @@ import os
 import secrets
 import time
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
 import numpy as np
-from fastapi import FastAPI, File, HTTPException, Query, Request, UploadFile
+from fastapi import FastAPI, File, Form, HTTPException, Query, Request, UploadFile
 from fastapi.responses import JSONResponse, Response
 from transformers import PreTrainedModel
 
@@ -40,11 +41,16 @@ def add_documents(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/documents")
     async def create(
-        files: Annotated[list[UploadFile], File(alias="file", max_length=1)], request: Request
-    ) -> Response:
+        files: Annotated[list[UploadFile], File(alias="file", max_length=1)], request: Request,
+        budget: Annotated[int | None, Form(ge=1)] = None,
+    ) -> Response:  # fmt: skip
         (file,) = files
         owner, engine = server.owner(request), server.ready()
         saved = (file.filename or "").lower().endswith(SAVED)
+        if budget is not None and (saved or budget > engine.document_budget):
+            most = f"must be at most {engine.document_budget}, the slots of a document here"
+            said = "has no effect on a saved cache, which was read with its own" if saved else most
+            raise Refused(400, f"budget={budget} {said}", "budget")
         try:
             data: bytes | BinaryIO = await asyncio.to_thread(on_disk, file) if saved else await file.read()
         except OSError as error:
@@ -61,7 +67,7 @@ def add_documents(app: FastAPI, server: Server) -> None:
         failed = [one.id for one in server.documents.values() if one.owner == owner and one.error is not None]
         for old in failed[:-FAILED]:  # they hold no place, and no memory for good either
             server.documents.pop(old, None)
-        task = asyncio.create_task(read_document(server, engine, upload, data))
+        task = asyncio.create_task(read_document(server, engine, upload, data, budget))
         server.tasks.add(task)
         task.add_done_callback(server.tasks.discard)
         return JSONResponse(upload.shown(), 202)
@@ -105,9 +111,12 @@ def on_disk(upload: UploadFile) -> BinaryIO:
     return file
 
 
-async def read_document(server: Server, engine: EngineThread, upload: UploadedDocument, data: bytes | BinaryIO) -> None:
+async def read_document(
+    server: Server, engine: EngineThread, upload: UploadedDocument, data: bytes | BinaryIO, budget: int | None
+) -> None:
     """Convert an upload and read it, among other requests, or load it as the saved cache that it is; a document that is
-    deleted meanwhile ends here."""
+    deleted meanwhile ends here. ``budget``: its slots; None for those of a session."""
+    settings = engine.settings if budget is None else replace(engine.settings, budget=budget)
 
     def progress(done: int, total: int) -> None:
         if upload.deleted:
@@ -115,16 +124,17 @@ async def read_document(server: Server, engine: EngineThread, upload: UploadedDo
         upload.read, upload.total = done, total
 
     def reader(model: PreTrainedModel, ids: array[int], cache: BoundedCache, progress: Progress | None) -> None:
-        if not (cache.policy.keeps_everything or cache.policy.recall):
-            few = too_few(cache.settings.budget, len(ids))
-            upload.lost += [few] if few else []
+        finds_again = cache.policy.keeps_everything or cache.policy.recall or cache.policy.reread
+        if not finds_again and (few := too_few(cache.settings.budget, len(ids))):
+            most = f"; documents have up to {engine.document_budget:,} here"
+            upload.lost.append(few.replace("--budget", "a budget of") + most)
         engine.read(model, ids, cache, progress)
 
     def read(text: str) -> Document:
         with prefixed_errors(upload.title, TooManyTokens):
             whole = DocumentText.of(engine.tokenizer, text, True, server.limits.prompt_tokens)
         return Document.read(
-            engine.model, engine.tokenizer, whole, engine.settings, engine.policy, engine.policy.heads_for(engine.heads),
+            engine.model, engine.tokenizer, whole, settings, engine.policy, engine.policy.heads_for(engine.heads),
             title=upload.title, progress=progress, reader=reader, ahead=True,
         )  # fmt: skip
 

@@ -42,21 +42,23 @@ class EngineThread:
         thoughts: how they are kept or dropped, see ``runtime.thoughts``.
         shared_prefixes: shared prompt prefixes (system prompts) in memory at once. Each has a cache in addition to those of
             sessions. Each belongs to one owner, so that timing tells nobody about the prompts of others.
+        document_budget: slots of a document, at most; those of a session where that is more, or None.
     """
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RunSettings, policy: Policy,
         heads: RetainingHeads | None, *,
         sessions: int = 8, queue: int = 64, piece: int = 512, store: Store | None = None, policies: abc.Sequence[Policy] = (),
-        shared_prefixes: int = 2, thoughts: Thoughts = "evicted",
+        shared_prefixes: int = 2, thoughts: Thoughts = "evicted", document_budget: int | None = None,
     ) -> None:  # fmt: skip
-        chunk = settings.resolved({}, 1).chunk
-        self._engine = Engine.shared(model, tokenizer, sessions, piece=piece, chunk=chunk)
+        resolved = settings.resolved({}, 1)
+        self._engine = Engine.shared(model, tokenizer, sessions, piece=piece, chunk=resolved.chunk)
         self.model, self.stop_ids, self.vocabulary = self._engine.model, self._engine.stop, self._engine.vocabulary
         self.tokenizer, self.settings, self.policy, self.heads = tokenizer, settings, policy, heads
         self.sessions, self.queue, self.shared_prefixes, self.store = sessions, queue, shared_prefixes, store
-        self.thoughts = thoughts
-        self.spec, self.counters = SessionSpec(self.model, settings, heads, (policy, *policies)), Counters()
+        self.thoughts, self.document_budget = thoughts, max(resolved.budget, document_budget or 0)
+        self.spec = SessionSpec(self.model, settings, heads, (policy, *policies), self.document_budget)
+        self.counters = Counters()
         if store is not None:
             store.scan(self.spec)
         self._changed = threading.Condition()

@@ -105,13 +105,13 @@ const turns = () => {
   return conversations.get(chosen);
 };
 
-const begun = new Map(); // by id: when a document's reading was first seen, and how far it was then
+const looks = new Map(); // by id: when a document's reading was looked at lately, and how far it was then
 
-// How long the rest of a document will take, at the rate so far; nothing in the first three seconds.
+// How long the rest of a document will take, at the rate of the last ten seconds; nothing in the first three.
 const left = (one) => {
-  const now = Date.now() / 1000;
-  if (!begun.has(one.id)) begun.set(one.id, { at: now, tokens: one.read_tokens });
-  const { at, tokens } = begun.get(one.id);
+  const now = Date.now() / 1000, marks = looks.get(one.id) ?? [];
+  if (!marks.length || now - marks.at(-1).at > 5) looks.set(one.id, [...marks.slice(-2), { at: now, tokens: one.read_tokens }]);
+  const [{ at, tokens }] = looks.get(one.id);
   if (now - at < 3 || one.read_tokens <= tokens) return "";
   const seconds = (one.total_tokens - one.read_tokens) * (now - at) / (one.read_tokens - tokens);
   return seconds < 90 ? `, ${Math.ceil(seconds)} s left` : `, ${Math.round(seconds / 60)} min left`;
@@ -119,7 +119,7 @@ const left = (one) => {
 
 const facts = (one) => {
   if (one.status === "failed") return one.error;
-  if (one.status === "ready") return `${number(one.total_tokens)} tokens, ${size(one.bytes)} of memory`;
+  if (one.status === "ready") return `${number(one.total_tokens)} tokens, ${one.bytes ? `${size(one.bytes)} of memory` : "read with each question"}`;
   return one.total_tokens ? `reading: ${number(one.read_tokens)} of ${number(one.total_tokens)} tokens${left(one)}` : "being converted to text";
 };
 
@@ -166,7 +166,7 @@ const keep = (one) => {
 };
 const forget = (id) => {
   documents.delete(id);
-  begun.delete(id);
+  looks.delete(id);
   conversations.delete(id);
   remember();
   [...$("documents").children].find((item) => item.dataset.id === id)?.remove();
@@ -215,6 +215,7 @@ let dropped = ""; // the first of the files that were dropped together: it is ch
 const upload = async (file) => {
   const body = new FormData();
   body.append("file", file);
+  if ($("budget").value) body.append("budget", $("budget").value);
   $("status").textContent = `Sending ${file.name}.`;
   const one = await (await call("/v1/documents", { method: "POST", body })).json();
   $("status").textContent = `Reading ${one.title}.`;
@@ -338,9 +339,9 @@ const fold = (box, turn) => {
 };
 const sources = ({ evidence }) => {
   const box = make("details", undefined, { className: "evidence" }), list = make("ol");
-  list.append(...evidence.map(({ text, file, line }) => {
+  list.append(...evidence.map(({ text, file, line, page }) => {
     const item = make("li", text.trim());
-    item.prepend(make("div", `${file ? `${file}, ` : ""}line ${number(line)}`, { className: "who" }));
+    item.prepend(make("div", `${file ? `${file}, ` : ""}${page ? `page ${number(page)}` : `line ${number(line)}`}`, { className: "who" }));
     return item;
   }));
   box.append(make("summary", "Where the model looked"), list);

@@ -19,6 +19,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ..backbones import LOG
+
 # ---- names and pages that are answered without keys -----------------------------------------------------------------
 
 # A web page from anywhere can send requests to this machine and its network through the browser of whoever looks at it. Where
@@ -87,6 +89,7 @@ class LoadingApp:
     def stop(self, grace: float) -> None:
         """Stop the app that was put here."""
         if self._stop is not None:
+            LOG.info("stopping: answers that run have %g s", grace)
             self._stop(grace)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -95,6 +95,7 @@ class AnswerSpec:
         apart: whether the thought's tokens are beside the answer's.
         seed: of the first answer. stops: texts that end an answer.
         echoes: whether the prompt is a part of the answer. hides_thoughts: whether the client gets none.
+        must_call: whether it must call a tool.
         settings, policy: of its own; None for the server's. evidence: whether it comes with passages of its document; its cache
             then sums up attention, and waits for no next turn.
     """
@@ -108,6 +109,7 @@ class AnswerSpec:
     top_logprobs: int | None = None
     echoes: bool = False
     hides_thoughts: bool = False
+    must_call: bool = False
     settings: RunSettings | None = None
     policy: Policy | None = None
     evidence: bool = False

@@ -37,13 +37,15 @@ class SessionSpec:
     """Model, settings, heads and policies of a server's sessions.
 
     Args:
-        policies: the server's, then those that requests may ask for.
+        policies: the server's, then those that requests may ask for. document_budget: slots of a document, at most.
     """
 
     def __init__(
-        self, model: PreTrainedModel, settings: RunSettings, heads: RetainingHeads | None, policies: Sequence[Policy]
-    ) -> None:
+        self, model: PreTrainedModel, settings: RunSettings, heads: RetainingHeads | None, policies: Sequence[Policy],
+        document_budget: int,
+    ) -> None:  # fmt: skip
         self.model, self.settings, self.heads, self.policies = model, settings, heads, policies
+        self.document_budget = document_budget
         self.origin = lru_cache(partial(CacheFile.origin, model, heads))
         """The model and the heads, by content."""
 
@@ -74,9 +76,9 @@ class SessionSpec:
         mine, theirs = self.cache(saved.prompt_length).settings.portable, saved.resolved
         if theirs.share is not None:
             raise ValueError(f"budget={theirs.share} is a share of the prompt: the slots of a session are fixed")
-        for name in ("budget", "chunk"):
-            if getattr(theirs, name) > mine[name]:
-                raise ValueError(f"{name}={getattr(theirs, name)} must be at most {mine[name]}, that of a session")
+        for name, most in (("budget", mine["budget"] if session else self.document_budget), ("chunk", mine["chunk"])):
+            if getattr(theirs, name) > most:
+                raise ValueError(f"{name}={getattr(theirs, name)} must be at most {most}, that of a session")
         if theirs.kv_bits != mine["kv_bits"]:
             raise ValueError(f"kv_bits={theirs.kv_bits} must be {mine['kv_bits']}, that of a session")
         if session:

@@ -9,6 +9,8 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 
 LIMIT = 256 * 2**20
 """Bytes of a document, at most; and bytes that a .docx or .epub, which is a zip archive, holds unpacked."""
+PAGE = "\f"
+"""Form feed, at the beginning of a PDF's second and later pages, as pdftotext has it."""
 LACKS = "converted: notes, forms, columns, numbering or equations may be missing; a .txt is read as it is"
 """The line about every converted file."""
 _BASE64 = re.compile(r"(?<![A-Za-z0-9+/])(?:(?:[A-Za-z0-9+/]{60,80}={0,2}(?:\\n|\s){1,4}){10}|[A-Za-z0-9+/]{2000})")
@@ -44,7 +46,8 @@ def to_markdown(data: bytes, name: str, suffix: str, limit: int) -> str:
 
 
 def pages_of(data: bytes, name: str, notes: list[str]) -> str:
-    """The pages of a PDF with a blank line between them. Words that a line's end breaks are joined.
+    """The pages of a PDF with a blank line between them, each but the first after ``PAGE``. Words that a line's end breaks are
+    joined.
 
     Raises:
         Refusal: it is cut off or encrypted, or no page has text. PdfiumError: it cannot be read.
@@ -69,7 +72,8 @@ def pages_of(data: bytes, name: str, notes: list[str]) -> str:
     if blank:
         notes.append(f"{blank} of {len(pages)} pages have no text: run OCR, such as ocrmypdf, if they are scanned")
     # U+FFFE is PDFium's mark for a hyphen at a line's end.
-    return "\n\n".join(re.sub("\ufffe[\r\n]*", "", page).replace("\r\n", "\n").strip("\n") for page in pages)
+    texts = (re.sub("\ufffe[\r\n]*", "", page).replace("\r\n", "\n").strip("\n") for page in pages)
+    return f"\n\n{PAGE}".join(texts)
 
 
 def stored(data: bytes, name: str, limit: int) -> BytesIO:

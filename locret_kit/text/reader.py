@@ -26,7 +26,7 @@ from zipfile import ZipFile
 from ..files import POINTER, read_utf8
 from ..naming import first_line
 from ..processes import python
-from .converters import ENCODED, LACKS, LIMIT, Refusal, is_encoded, pages_of, to_markdown
+from .converters import ENCODED, LACKS, LIMIT, PAGE, Refusal, is_encoded, pages_of, to_markdown
 from .folder import read_folder
 
 BREAKS = re.compile("[\u00ad\u2060\ufeff]|(?<![\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u1a20-\u1aaf])\u200b")
@@ -96,7 +96,7 @@ def read_stream(stream: BinaryIO, name: str, *, limit: int = LIMIT, lost: Lost =
     byte-order mark, and lines end with a newline).
 
     Converted text has no soft hyphens and no spaces at line ends, and never two blank lines in a row. A PDF page ends with
-    a blank line, and words hyphenated at the end of a line are joined.
+    a blank line, the next one begins with a form feed, and words hyphenated at the end of a line are joined.
 
     Args:
         limit: maximum bytes of the stream, and of a zip archive's entries together. Nothing beyond is read or
@@ -170,7 +170,8 @@ def _convert(data: bytes, name: str, kind: str, limit: int, losses: list[str]) -
     """The text of a document in one of the formats ``CONVERTED``."""
     text = pages_of(data, name, losses) if kind == ".pdf" else to_markdown(data, name, kind, limit)
     losses.append(LACKS)
-    text = "\n".join(line.rstrip() for line in BREAKS.sub("", text).split("\n"))
+    pages = BREAKS.sub("", text).split(PAGE)
+    text = PAGE.join("\n".join(line.rstrip() for line in page.split("\n")) for page in pages)
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n")
 
 

@@ -16,6 +16,7 @@ from tiny_models import tiny_model
 from tiny_tokenizer import TEXT, save_tiny_backbone
 from transformers import AutoModelForCausalLM
 
+from locret_kit import BoundedCache, planning
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.cli.infer import main
 from locret_kit.cli.loading import ModelChoice, resolve_choice
@@ -46,11 +47,13 @@ def infer(command):
 
 def test_a_budget_that_cannot_work_is_told():
     said = too_few(1024, 41370)
-    assert said == "1,024 slots for 41,370 tokens, 1 in 40: facts need about 1 in 8: --budget 5200"
+    advice = "--budget 5200 takes 5.1 times the cache's memory, and more time"
+    assert said == f"1,024 slots for 41,370 tokens, 1 in 40: facts need about 1 in 8: {advice}"
     assert too_few(1024, 8192) is None
     for policy, run, told in (
         ("snapkv", RunSettings(budget=0.01), True), ("full", RunSettings(budget=16), False),
         ("infllm", RunSettings(budget=16), False), ("snapkv", RunSettings(budget=512), False),
+        ("snapkv reread=passages", RunSettings(budget=16, stabilizers=4, local_len=4), False),
     ):  # fmt: skip
         chosen = ModelChoice("", None, parse_policy(policy), None, (), None)
         lines: list[str] = []
@@ -66,14 +69,29 @@ def test_a_budget_that_cannot_work_is_told():
 
 
 def test_the_time_that_a_long_text_takes_is_told_before_it_is_read(monkeypatch):
-    ids = array("i", [5] * 5000)
+    ids = array("i", [5] * 10_000)
     chosen = ModelChoice("", None, parse_policy("snapkv"), None, (), None)
-    clock = iter((0.0, 9.0, 10.0, 10.25))
-    monkeypatch.setattr("locret_kit.planning.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr(planning, "seconds_per_token", lambda *given: 1 / 500)
     said: list[str] = []
     chosen.for_text(RunSettings(budget=1024, chunk=512), tiny_model("llama"), ids, said.append)
-    assert said[-1] == "5,000 tokens take about 10 s, at the 512 tok/s of the first 128"
+    assert said[-1] == "10,000 tokens take about 20 s, 500 tok/s beside a full cache"
     assert [duration(seconds) for seconds in (0.4, 99, 720, 12600)] == ["0 s", "99 s", "12 min", "3.5 h"]
+
+
+@pytest.mark.parametrize(
+    ("family", "policy", "bits"),
+    [("llama", policy, None) for policy in ("full", "snapkv", "h2o", "streaming", "ada-snapkv", "pyramidkv", "infllm")]
+    + [("llama", "snapkv", 4), ("gemma3", "snapkv", None)],
+)
+def test_a_piece_is_measured_in_a_cache_that_is_full(family, policy, bits):
+    """Beside as many rows as a text has on average; then the cache is cut to its budget, as after every chunk."""
+    model, ids = tiny_model(family), array("i", range(5, 95)) * 60
+    cache = BoundedCache(128, policy, chunk=64, prompt_length=len(ids), kv_bits=bits)
+    assert planning.seconds_per_token(model, ids, cache) > 0
+    end = len(ids) // 2 // 64 * 64
+    assert cache.get_seq_length() == end and cache.counters.evictions == (policy != "full")
+    held = [rows.rows for rows in cache.bounded if rows.window is None]
+    assert sum(held) == len(held) * (end + 64 if policy == "full" else 128)
 
 
 def test_answers_and_reports(place, tmp_path, infer):

@@ -37,6 +37,21 @@ def test_progress_counts_what_is_read_now_in_one_line(monkeypatch, columns):
         ]  # fmt: skip
 
 
+def test_the_time_that_is_left_is_that_of_a_full_cache(monkeypatch):
+    """While a cache fills up, reading slows down; how much is then not known."""
+    clock = iter((0.0, 1.0, 2.0, 3.0, 13.0, 23.0))
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(sys, "stderr", Screen())
+    show = command.progress("read", 1000)
+    for done in (100, 600, 1100, 2100, 3100):
+        show(done, 12_000)
+    shown = [line.rstrip() for line in sys.stderr.getvalue().rstrip("\r").split("\r")]
+    assert shown == [
+        "read 100/12000 tokens", "read 600/12000 tokens, 500 tok/s", "read 1100/12000 tokens",
+        "read 2100/12000 tokens, 100 tok/s, 99 s left", "read 3100/12000 tokens, 100 tok/s, 89 s left",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_a_line_of_json_is_json_in_every_encoding(monkeypatch, encoding):
     """stdout's own escapes are those of Python, such as \\xe9."""

@@ -76,12 +76,27 @@ def test_passages_are_lines_of_files(tmp_path):
     assert found.file == "sub/b.py" and found.share == 1
     first, last = found.text.splitlines()[0], found.text.splitlines()[-1]
     assert first in lines and last in lines  # whole lines
-    assert found.line == lines.index(first) + 1
+    assert found.line == lines.index(first) + 1 and found.page is None
     received[:] = 0
     heading = len(before) + len(tokenizer(text[: text.rindex("# File")], add_special_tokens=False).input_ids)
     received[heading] = received[heading + WINDOW - 1] = 1  # one window alone has both
     (found,) = passages(tokenizer, before + ids, received, len(before), len(before) + len(ids))
     assert (found.file, found.line) == ("sub/b.py", 1) and found.text.startswith(lines[0])
+
+
+def test_passages_have_their_page():
+    """Of a text that form feeds part, as a PDF's is; the page is that on which a passage begins."""
+    _, tokenizer, _ = parts("llama")
+    pages = [" ".join(f"Word {number} of page {page}." for number in range(30)) for page in range(1, 5)]
+    ids = tokenizer("\n\n\f".join(pages), add_special_tokens=False).input_ids
+    found = []
+    for page in pages:
+        received = torch.zeros(len(ids))
+        received[len(tokenizer("\n\n\f".join(pages[: pages.index(page)]), add_special_tokens=False).input_ids) + 60] = 1
+        found += passages(tokenizer, ids, received, 0, len(ids))
+    assert [passage.page for passage in found] == [1, 2, 3, 4]
+    assert all(f"of page {passage.page}." in passage.text for passage in found)
+    assert str(found[1]).startswith("page 2: Word")
 
 
 def test_no_text_no_evidence(tmp_path):

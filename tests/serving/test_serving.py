@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
-from http_bodies import alone, bearer, chat, deleted, expected, uploaded, user
+from http_bodies import alone, bearer, chat, deleted, expected, until, uploaded, user
 from read_texts import parts, text_of
-from served import KEYS, SETTINGS
+from served import KEYS, SETTINGS, running_engine, serving
 
 from locret_kit import Document
 
@@ -129,7 +129,7 @@ def test_an_answer_has_passages_of_its_document(url, client, stop):
     assert whole.message.content == plain.choices[0].message.content and not hasattr(plain.choices[0], "evidence")
     assert 1 <= len(whole.evidence) <= 3
     for passage in whole.evidence:
-        assert set(passage) == {"text", "line", "share", "file"} and 0 < passage["share"] <= 1
+        assert set(passage) == {"text", "line", "share", "file", "page"} and 0 < passage["share"] <= 1
         assert "".join(passage["text"].split())[5:-5] in "".join(text.split())
     chunks = list(client.chat.completions.create(**about, stop=stop, stream=True, extra_body=asked))
     assert [chunk.choices[0].evidence for chunk in chunks if hasattr(chunk.choices[0], "evidence")] == [whole.evidence]
@@ -137,6 +137,27 @@ def test_an_answer_has_passages_of_its_document(url, client, stop):
     refused = httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer())
     assert refused.status_code == 400 and "document_id" in refused.json()["error"]["message"]
     httpx.delete(f"{url}/v1/documents/{made['id']}", headers=bearer())
+
+
+def test_an_upload_names_its_budget():
+    """More than a session's, where the server gives as much."""
+    text, question = text_of(900), user("Who came in?")
+    with running_engine(document_budget=160) as engine, serving(engine) as url:
+
+        def post(**data: object) -> httpx.Response:
+            return httpx.post(f"{url}/v1/documents", files={"file": ("a.txt", text)}, data=data, headers=bearer())
+
+        for budget, most, words in ((None, 96, "96 slots"), (64, 64, "64 slots"), (160, 160, "160 slots")):
+            made = post(**{} if budget is None else {"budget": budget}).json()
+            place = f"{url}/v1/documents/{made['id']}"
+            shown = until(lambda at=place: (one := httpx.get(at, headers=bearer()).json())["status"] == "ready" and one)
+            assert shown["lost"][0].startswith(words) and shown["lost"][0].endswith("documents have up to 160 here")
+            answer = chat(url, question, document_id=made["id"]).json()
+            assert answer["choices"][0]["message"]["content"] == expected(user(f"{text}\n\nWho came in?"), budget=most)
+            assert httpx.delete(place, headers=bearer()).status_code == 200
+        for budget, words in ((161, "budget=161 must be at most 160"), (0, "budget"), ("many", "budget")):
+            refused = post(budget=budget)
+            assert refused.status_code == 400 and words in refused.json()["error"]["message"]
 
 
 def test_what_is_kept_of_a_document_page_by_page(url):

@@ -18,6 +18,7 @@ from served import LIMITS, SETTINGS, ask, new_engine, random_ids, running_engine
 
 from locret_kit import BoundedCache, Document
 from locret_kit.backbones.spec import spec_of
+from locret_kit.naming import show
 from locret_kit.planning.inference_plan import Caches, Setting
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime import engine as loop
@@ -190,6 +191,21 @@ def test_equal_beginnings_are_read_once(monkeypatch):
     engine.stop()
 
 
+@pytest.mark.parametrize(("length", "evicts"), [(60, False), (300, True)])
+def test_equal_prompts_are_read_once(length, evicts):
+    """Also where they evict; an answer that evicts cannot be taken back. The first conversation goes on all the same."""
+    with running_engine() as engine:
+        ids = random_ids(length, length)
+        first, again = (ask(engine, "anna", ids, tokens=6) for _ in range(2))
+        assert (first.cached_tokens, again.cached_tokens) == (0, length - 1)
+        assert first.sequence.tokens == again.sequence.tokens and again.evictions == first.evictions
+        assert ask(engine, "bert", ids).cached_tokens == 0
+        turn = ids + array("i", first.sequence.tokens) + random_ids(20, 1)
+        assert ask(engine, "anna", turn).cached_tokens >= length
+        long = [ask(engine, "carla", ids, tokens=64) for _ in range(2)]
+        assert [one.cached_tokens for one in long] == [0, (length - 1) * (not evicts)] and long[0].sequence.tokens == long[1].sequence.tokens
+
+
 def test_a_beginning_that_cannot_be_begun_ends_one_request(engine, monkeypatch):
     """Those that begin alike do not wait for it."""
     empty, errors, start = engine.spec.cache, [ValueError("no room")], random_ids(200, 11)
@@ -268,7 +284,7 @@ def test_the_plan_says_the_bytes_that_are_allocated():
     )
     assert len(caches) == 5
     assert planned.bytes == sum(cache.nbytes for cache in (*caches, document.cache))
-    assert str(planned).endswith(f"{planned.bytes} bytes")
+    assert str(planned).endswith(show(planned.bytes))
     engine.stop()
 
 

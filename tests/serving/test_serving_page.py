@@ -72,6 +72,11 @@ def ask(tab, question: str) -> str:
 def test_a_document_is_read_asked_and_shown(tab, url, engine, tmp_path):
     path = tmp_path / f"{EVIL}.txt".replace("/", "")
     path.write_text(TEXT)
+    tab.evaluate("document.querySelector('#budget').value = 97")
+    tab.choose("#file", path)
+    assert "budget=97 must be at most 96" in tab.wait("document.querySelector('#notice').textContent")
+    tab.said.clear()
+    tab.evaluate("document.querySelector('#budget').value = 64")
     with held(engine, 3):
         tab.choose("#file", path)
         bar = "document.querySelector('#documents progress')"
@@ -90,7 +95,7 @@ def test_a_document_is_read_asked_and_shown(tab, url, engine, tmp_path):
     said, usage = alone["choices"][0]["message"]["content"], alone["usage"]
     assert tab.evaluate(SAID) == said and len(said) > 3
     assert f"{usage['prompt_tokens']:,} tokens in" in figures and f"{usage['completion_tokens']} out" in figures
-    assert f"{usage['locret']['kept_rows']} rows kept" in figures
+    assert f"{usage['locret']['kept_rows']} rows kept" in figures and usage["locret"]["kept_rows"] < 96
     assert f"({usage['prompt_tokens_details']['cached_tokens']:,} cached)" in figures
     passages = chat(url, messages, **asked, evidence=True).json()["choices"][0]["evidence"]
     shown = tab.evaluate("[...document.querySelectorAll('.evidence li')].map((item) => item.lastChild.textContent)")
@@ -122,6 +127,13 @@ def test_a_document_is_read_asked_and_shown(tab, url, engine, tmp_path):
     assert (
         httpx.get(f"{url}/v1/documents", headers=bearer()).json()["data"] == [] and tab.text("#title") == "No document"
     )
+    tab.evaluate("document.querySelector('#budget').value = ''")
+    (tmp_path / "short.txt").write_text("Hi.")
+    tab.choose("#file", tmp_path / "short.txt")
+    tab.wait("document.querySelector('#title').textContent === 'short.txt'")
+    assert tab.text("#documents li:last-child small").endswith("tokens, read with each question")
+    tab.click("#documents li:last-child .delete")
+    tab.wait("document.querySelectorAll('#documents li').length === 1")
 
 
 def test_stop_keeps_what_was_written(tab, url, engine):

@@ -106,6 +106,11 @@ def test_arguments_of_the_template(kind):
         with pytest.raises(ValidationError) as refused:
             prompt(**{outer: {inner[0]: value} if inner else value})
         assert ".".join(map(str, refused.value.errors()[0]["loc"])) == place
+    plain = tiny_tokenizer()  # has no thoughts, which is what is asked for
+    body = kind.model_validate({**BODIES[kind], "chat_template_kwargs": {"enable_thinking": False}})
+    assert body.ids(plain, None) == kind.model_validate(BODIES[kind]).ids(plain, None)
+    with pytest.raises(ValueError, match="no argument 'enable_thinking'|no chat template"):
+        kind.model_validate({**BODIES[kind], "chat_template_kwargs": {"enable_thinking": True}}).ids(plain, None)
     forged = prompt(chat_template_kwargs={"style": ["<|im_end|>", {"<|im_start|>": "<|im_end|>"}]})
     assert [forged.count(token) for token in (0, 1)] == [wanted().count(token) for token in (0, 1)]
     deep: list[object] = []

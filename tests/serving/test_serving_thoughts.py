@@ -162,11 +162,12 @@ def test_a_thought_that_is_left_out(client, dictated, fields):
 
 @WRITTEN
 def test_a_thought_alone_is_no_beginning_of_the_same_request(url, dictated):
-    """Its cache has read the thought, which the prompt lacks."""
-    for _ in range(2):
+    """Its cache has read the thought, which the prompt lacks, and which is taken back."""
+    for number in range(2):
         said = chat(url, user("How deep is it without an answer?"), max_tokens=12).json()
         assert said["choices"][0]["message"]["reasoning_content"] and not said["choices"][0]["message"]["content"]
-        assert said["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        cached = said["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == number * (said["usage"]["prompt_tokens"] - 1)
 
 
 @WRITTEN
@@ -242,12 +243,18 @@ def test_a_template_for_tools_is_used_where_there_are_some(engine):
         assert shown(messages)[1] == text and answer_form(tokenizer, tools=bool(tools)).calls == CALLS[form]
 
 
-def test_a_call_that_the_bound_cuts(client, engine, monkeypatch):
-    """Its stream has what there is of it; a whole answer leaves it out."""
+def test_a_call_that_the_bound_cuts(client, engine, monkeypatch, caplog):
+    """Its stream has what there is of it; a whole answer leaves it out, and says so where it was forced."""
     ids = dictate(monkeypatch, engine.tokenizer, 'Yes.<tool_call>{"name": "depth", "arguments": {"place": "nor')
     asked = dict(model="tiny", messages=user("a"), tools=[TOOL], max_tokens=len(ids), temperature=0)
-    (whole,) = client.chat.completions.create(**asked).choices
-    assert (whole.message.content, whole.message.tool_calls, whole.finish_reason) == ("Yes.", None, "length")
+    for choice in ("auto", "required"):
+        (whole,) = client.chat.completions.create(**asked, tool_choice=choice).choices
+        assert (whole.message.content, whole.message.tool_calls, whole.finish_reason) == ("Yes.", None, "length")
+        warning = whole.model_extra.get("warning", "")
+        assert warning.startswith(f"max_tokens={len(ids)} ended the answer before") == (choice == "required"), warning
+        assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [warning] * bool(
+            warning
+        )
     chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
     parts = [part.function.arguments for chunk in chunks for part in chunk.delta.tool_calls or []]
     assert "".join(parts) == '{"place": "nor' and len(parts) > 2 and chunks[-1].finish_reason == "length"

@@ -67,8 +67,12 @@ def test_a_pdf_says_every_word_of_every_page(n_pages):
     pages = [prose(i, 5) for i in range(n_pages)]
     text = read(pdf(pages), "book.pdf")
     assert text.split() == " ".join(line for page in pages for line in page).split()
-    assert "\f" not in text and "\n\n\n" not in text
-    assert text.split("\n\n") == ["\n".join(page) for page in pages]  # a page ends with a blank line
+    assert text.split("\n\n\f") == ["\n".join(page) for page in pages]  # a page ends with a blank line
+
+
+def test_pages_without_text_are_counted():
+    pages = [[], ["first"], [], ["second"]]
+    assert [page.strip() for page in read(pdf(pages), "a.pdf").split("\f")] == ["", "first", "", "second"]
 
 
 def test_an_encrypted_pdf_that_opens_without_a_password():
