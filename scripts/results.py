@@ -89,8 +89,8 @@ FEWEST = 5
 """Texts that a line of a table has at least."""
 PRINTED = {
     "twenty": "facts", "vectors": "facts", "long": "questions", "turns": "questions", "clients": "serving", "batch": "serving",
-    "vllm": "serving", "bench": "serving", "fit": "serving", "schemas": "serving", "llamacpp": "speed", "large": "speed",
-    "logits": "speed", "slots": "speed", "cost": "speed",
+    "vllm": "serving", "bench": "serving", "fit": "serving", "schemas": "serving", "llamacpp": "speed", "coder": "speed",
+    "large": "speed", "logits": "speed", "slots": "speed", "cost": "speed",
 }  # fmt: skip
 """Tables that a script printed, and their pages."""
 

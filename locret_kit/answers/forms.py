@@ -94,10 +94,15 @@ NAMED = ("name", "arguments")
 QUOTED = r'"(?:[^"\\]|\\.)*+"'
 
 
+FENCE = r'```(?:json)?\s*(?=\{{1,2}\s*"name"\s*:)'
+"""A code block in the place of marks: Qwen2.5-Coder writes its calls so."""
+
+
 def _json(name: str, mark: str, close: str, *written: str, row: tuple[str, str, str] = ("", "", "")) -> CallForm:
-    """Calls of JSON objects with a name, between marks."""
+    """Calls of JSON objects with a name, between marks. With two braces, as the template of Qwen2.5-Coder shows them, too."""
     open_, end = regex.escape(mark), "|".join(map(regex.escape, close.split()))
-    head = rf'(?:{open_})\s*\{{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?P<args>\{{)'
+    open_, end = (f"{open_}|{FENCE}", f"{end}|```") if mark == OPEN else (open_, end)
+    head = rf'(?:{open_})\s*\{{{{1,2}}\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?P<args>\{{)'
     more = rf'(?:\s*,\s*{QUOTED}\s*:\s*(?:{QUOTED}|[^\s"{{}}\[\],<]++))*+'  # other fields of the object
     tail = rf"{more}\s*\}}*\s*(?:{end}|(?={open_}))"
     rest = rf"{more}(?:\s*\}})?"

@@ -32,6 +32,7 @@ from statistics import median
 import torch
 
 from locret_kit import BoundedCache, RetainingHeads, attach
+from locret_kit.backbones.gguf import is_gguf
 from locret_kit.backbones.load import load_backbone, load_tokenizer, resolve_model
 from locret_kit.runtime.drivers.capture import NoDriver
 from locret_kit.runtime.drivers.cpu import cpu_driver
@@ -158,7 +159,8 @@ def measure(args: argparse.Namespace, ids: list[int], theirs: Sequence[Path]) ->
     bandwidth = copy_bandwidth()
     backbone = resolve_model(RetainingHeads.from_pretrained(args.ckpt).config.backbone)
     short = len(ids) <= SHORT
-    kinds = [(backbone, dtype, None) for dtype in (("float32", "bfloat16") if short else ("float32",))]
+    floats = not is_gguf(backbone)  # heads of a packed backbone have no float model beside it
+    kinds = [(backbone, dtype, None) for dtype in (("float32", "bfloat16") if short else ("float32",)) if floats]
     kinds += [(str(file), "float32", bits) for file in args.gguf for bits in ((None, 4) if short else (None,))]
     ours = {
         f"`--model {Path(name).name} --dtype {dtype}" + (f" --kv-bits {bits}`" if bits else "`"): Ours(
@@ -168,7 +170,7 @@ def measure(args: argparse.Namespace, ids: list[int], theirs: Sequence[Path]) ->
     }
     ways: dict[str, Callable[[int], Rates]] = {**ours}
     read, files = {}, {}
-    if short:
+    if short and floats:
         full = Generate(next(iter(ours.values())).model, ids)
         ways["`model.generate`, full attention, float32"] = full
         read["`model.generate`, full attention, float32"] = full.read

@@ -14,7 +14,7 @@ from locret_kit.answers.reader import Reader
 SCHEMAS = {"depth": TOOL["function"]["parameters"], "now": {}}
 SIGNS = [
     "<think>", "</think>", "[THINK]", "[/THINK]", "<answer>", "</answer>", "<response>", "</response>", "{", "}", "[", "]", '"',
-    "'", "\\", ",", ":", "=", "(", ")", "<", ">", "</", "<|", "\n", " ", "\n\n", "```", "; ",
+    "'", "\\", ",", ":", "=", "(", ")", "<", ">", "</", "<|", "\n", " ", "\n\n", "```", "```json\n", "; ",
 ]  # fmt: skip
 STOPS = [[], [], ["\n\n"], ["w1z"], ["z<", "w2z w"]]
 CASES = {name: (family_tokenizer, name, "", family.answer) for name, family in FAMILIES.items()}
