@@ -17,7 +17,7 @@ from locret_kit.backbones.probe import UnsupportedArchitecture, describe
 from locret_kit.runtime.engine import Engine, Request
 from locret_kit.runtime.session import Answer
 
-IDS, LIMIT = distinct_tokens(60), 10
+IDS, LIMIT = distinct_tokens(60), 16
 
 
 def model_of(**changes):

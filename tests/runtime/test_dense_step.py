@@ -53,8 +53,8 @@ def test_families(family):
 @pytest.mark.parametrize(
     ("family", "policy", "driver"),
     [
-        *((family, "locret", GraphDriver) for family in ("llama", "phi3", "qwen2", "qwen3")), ("llama", "h2o", GraphDriver),
-        ("mistral", "roco", GraphDriver), ("qwen2", "locret", TextsDriver), ("llama", "h2o", TextsDriver),
+        *((family, "locret", GraphDriver) for family in ("phi3", "qwen2", "qwen3")), ("mistral", "roco", GraphDriver),
+        ("qwen2", "locret", TextsDriver), ("llama", "h2o", TextsDriver),
     ],
 )  # fmt: skip
 def test_kernels_and_folded_heads(family, policy, driver):
@@ -73,12 +73,12 @@ def test_kernels_and_folded_heads(family, policy, driver):
         made.append(step.dense)
         return step
 
-    settings = dict(chunk=6, stabilizers=4, local_len=5, prompt_length=LENGTH)  # an eviction among few tokens
+    settings = dict(chunk=13, stabilizers=4, local_len=5, prompt_length=LENGTH)
     caches = [BoundedCache(24, policy, heads if policy == "locret" else None, **settings) for _ in range(2)]
     if driver is TextsDriver:
         caches[0].bind(model)
         PagePool(1).enter(caches[0])
-    same(model, caches, tokens(), form, tolerance=2e-4, steps=7)
+    same(model, caches, tokens(), form, tolerance=2e-4, steps=14)
     assert set(made[0].forms.values()) == {"one launch"} and caches[0].counters.evictions >= 5
 
 

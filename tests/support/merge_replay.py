@@ -37,6 +37,6 @@ def replayed(
             if positions == "original":
                 want = turned(want, torch.tensor(list(slots)).double()[:, None] * cache.context.ropes[layer].inv_freq)
             np.testing.assert_allclose(rows.head("keys", h), want, rtol=close, atol=close)
-            values = [v for _, v, _ in slots.values()]
-            np.testing.assert_allclose(rows.head("values", h), values, rtol=close, atol=close)
+            held = [v for _, v, _ in slots.values()]
+            np.testing.assert_allclose(rows.head("values", h), held, rtol=close, atol=close)
             yield rows.head("absorbed", h) if rows.merges else None, slots
