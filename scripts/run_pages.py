@@ -48,7 +48,7 @@ RECOMMENDED = "Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF:Q4_K_M"
 FEW = "optim.steps=2 data.max_tokens=512 data.val_samples=2"
 STAND_INS = {
     "recipe=smollm2-135m ": f"recipe=smollm2-135m {FEW} ",
-    "recipe=qwen2.5-coder-0.5b ": f"recipe=qwen2.5-coder-0.5b {FEW} ",
+    "recipe=qwen2.5-coder-0.5b ": f"recipe=qwen2.5-coder-0.5b {FEW} data.lengths=[512] ",
     "self-study(docs)": "self-study(docs,4)",
     RECOMMENDED: os.environ.get("LOCRET_STAND_IN", RECOMMENDED),
 }
