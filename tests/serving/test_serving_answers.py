@@ -203,7 +203,8 @@ def test_equal_prompts_are_read_once(length, evicts):
         turn = ids + array("i", first.sequence.tokens) + random_ids(20, 1)
         assert ask(engine, "anna", turn).cached_tokens >= length
         long = [ask(engine, "carla", ids, tokens=64) for _ in range(2)]
-        assert [one.cached_tokens for one in long] == [0, (length - 1) * (not evicts)] and long[0].sequence.tokens == long[1].sequence.tokens
+        assert [one.cached_tokens for one in long] == [0, (length - 1) * (not evicts)]
+        assert long[0].sequence.tokens == long[1].sequence.tokens
 
 
 def test_a_beginning_that_cannot_be_begun_ends_one_request(engine, monkeypatch):
