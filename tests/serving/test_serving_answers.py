@@ -52,7 +52,8 @@ def test_evictions_are_counted_once():
         first = ask(engine, "anna", ids)
         again = ask(engine, "anna", ids + array("i", first.sequence.tokens) + random_ids(200, 2))
         assert again.cached_tokens > 300 and 0 < first.evictions < again.evictions == engine.counters.evictions
-        more = [ask(engine, "bert", document.prompt("Who?"), document=document).evictions for _ in range(2)]
+        prompts = map(document.prompt, ("Who?", "When?"))
+        more = [ask(engine, "bert", prompt, document=document).evictions for prompt in prompts]
         before = document.cache.counters.evictions
         assert before > 0 and engine.counters.evictions == again.evictions + sum(more) - 2 * before
 
