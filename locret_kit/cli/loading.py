@@ -26,12 +26,11 @@ from ..config.schema import refuse
 from ..documents.document import Document
 from ..documents.document_text import describe
 from ..heads import RetainingHeads
-from ..planning import reading_time
 from ..planning.fitting_settings import budget_of_text
 from ..policies import Policy
 from ..policies.grammar import parse_policy
 from ..policies.registry import UNTRAINED, Stabilizers
-from ..runtime.session import Answer, Sampling, thought_notice
+from ..runtime.session import Answer, Sampling, reading_time, thought_notice
 from ..settings import RunSettings, read_protect, too_few
 from ..text.template import DEFAULTS, has_template, protected_spans, render_messages, render_prompt, thinking_arguments
 from ..text.tokens import stream_ids

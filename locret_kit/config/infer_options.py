@@ -110,7 +110,7 @@ class Evidence:
 class Generation:
     """Generation."""
 
-    max_new_tokens: Annotated[int, Ge(1)] = 256
+    max_new_tokens: Annotated[int, Ge(1)] = 128
     """Maximum number of answer tokens, thinking excluded. A cut answer is reported."""
     max_thought_tokens: Annotated[int, Ge(0)] = 2048
     """Maximum number of thinking tokens. Then the chat template's end mark is inserted, and the answer follows."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import re
 import socket
 import threading
@@ -18,8 +19,6 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
-
-from ..backbones import LOG
 
 # ---- names and pages that are answered without keys -----------------------------------------------------------------
 
@@ -89,7 +88,7 @@ class LoadingApp:
     def stop(self, grace: float) -> None:
         """Stop the app that was put here."""
         if self._stop is not None:
-            LOG.info("stopping: answers that run have %g s", grace)
+            logging.getLogger("locret_kit.serving").info("stopping: answers that run have %g s", grace)
             self._stop(grace)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

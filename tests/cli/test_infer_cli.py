@@ -16,13 +16,14 @@ from tiny_models import tiny_model
 from tiny_tokenizer import TEXT, save_tiny_backbone
 from transformers import AutoModelForCausalLM
 
-from locret_kit import BoundedCache, planning
+from locret_kit import BoundedCache
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.cli.infer import main
 from locret_kit.cli.loading import ModelChoice, resolve_choice
 from locret_kit.heads import RetainingHeads
 from locret_kit.planning import duration
 from locret_kit.policies.grammar import parse_policy
+from locret_kit.runtime import session
 from locret_kit.settings import RunSettings, too_few
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +72,7 @@ def test_a_budget_that_cannot_work_is_told():
 def test_the_time_that_a_long_text_takes_is_told_before_it_is_read(monkeypatch):
     ids = array("i", [5] * 10_000)
     chosen = ModelChoice("", None, parse_policy("snapkv"), None, (), None)
-    monkeypatch.setattr(planning, "seconds_per_token", lambda *given: 1 / 500)
+    monkeypatch.setattr(session, "seconds_per_token", lambda *given: 1 / 500)
     said: list[str] = []
     chosen.for_text(RunSettings(budget=1024, chunk=512), tiny_model("llama"), ids, said.append)
     assert said[-1] == "10,000 tokens take about 20 s, 500 tok/s beside a full cache"
@@ -87,7 +88,7 @@ def test_a_piece_is_measured_in_a_cache_that_is_full(family, policy, bits):
     """Beside as many rows as a text has on average; then the cache is cut to its budget, as after every chunk."""
     model, ids = tiny_model(family), array("i", range(5, 95)) * 60
     cache = BoundedCache(128, policy, chunk=64, prompt_length=len(ids), kv_bits=bits)
-    assert planning.seconds_per_token(model, ids, cache) > 0
+    assert session.seconds_per_token(model, ids, cache) > 0
     end = len(ids) // 2 // 64 * 64
     assert cache.get_seq_length() == end and cache.counters.evictions == (policy != "full")
     held = [rows.rows for rows in cache.bounded if rows.window is None]

@@ -136,7 +136,12 @@ def test_a_proxy_passes_its_public_name(unlocked, keyed):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_answers_that_run_are_finished_before_it_stops(commands, files, keyed, unlocked, number):
     command, url = (commands[0], keyed) if number is signal.SIGINT else (commands[1], unlocked)
-    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": LONG, "stream": True}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": "Boats."},
+        {"role": "user", "content": "When?"},
+    ]  # not yet asked
+    body = {"messages": messages, "temperature": 0, "max_tokens": LONG, "stream": True}
     headers = {"authorization": f"Bearer {KEY}"}
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=300) as answer:
         lines = answer.iter_lines()
@@ -145,7 +150,7 @@ def test_answers_that_run_are_finished_before_it_stops(commands, files, keyed, u
         seen += lines
     events = [json.loads(line.removeprefix("data: ")) for line in seen if line.startswith("data: {")]
     said = "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"])
-    assert said == alone(files, MESSAGES, LONG, heads=number is signal.SIGINT)
+    assert said == alone(files, messages, LONG, heads=number is signal.SIGINT)
     assert seen[-2:] == ["data: [DONE]", ""] and events[-1]["choices"][0]["finish_reason"] == "length"
     out, _ = command.process.communicate(timeout=300)
     said = command.log.read_text()

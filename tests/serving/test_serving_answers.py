@@ -52,7 +52,8 @@ def test_evictions_are_counted_once():
         first = ask(engine, "anna", ids)
         again = ask(engine, "anna", ids + array("i", first.sequence.tokens) + random_ids(200, 2))
         assert again.cached_tokens > 300 and 0 < first.evictions < again.evictions == engine.counters.evictions
-        more = [ask(engine, "bert", document.prompt("Who?"), document=document).evictions for _ in range(2)]
+        prompts = map(document.prompt, ("Who?", "When?"))
+        more = [ask(engine, "bert", prompt, document=document).evictions for prompt in prompts]
         before = document.cache.counters.evictions
         assert before > 0 and engine.counters.evictions == again.evictions + sum(more) - 2 * before
 
@@ -203,7 +204,8 @@ def test_equal_prompts_are_read_once(length, evicts):
         turn = ids + array("i", first.sequence.tokens) + random_ids(20, 1)
         assert ask(engine, "anna", turn).cached_tokens >= length
         long = [ask(engine, "carla", ids, tokens=64) for _ in range(2)]
-        assert [one.cached_tokens for one in long] == [0, (length - 1) * (not evicts)] and long[0].sequence.tokens == long[1].sequence.tokens
+        assert [one.cached_tokens for one in long] == [0, (length - 1) * (not evicts)]
+        assert long[0].sequence.tokens == long[1].sequence.tokens
 
 
 def test_a_beginning_that_cannot_be_begun_ends_one_request(engine, monkeypatch):
