@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..cache.bounded import BoundedCache
 from ..files import locked, parse_json
+from ..runtime.session import Answer
 from ..text.template import has_template, render_prompt
 from ..text.tokens import stream_ids
 
@@ -57,7 +58,5 @@ class Writer:
 
     def _answer(self, prompt: str) -> str:
         model, ids = self.load(), list(stream_ids(self.tokenizer, [prompt], special=not has_template(self.tokenizer)))
-        ids_1S = torch.tensor([ids], device=model.device)
-        with torch.inference_mode():
-            out = model.generate(ids_1S, attention_mask=torch.ones_like(ids_1S), max_new_tokens=NEW, do_sample=False)  # type: ignore[operator]
-        return str(self.tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)).strip()
+        cache = BoundedCache(None, "full", prompt_length=len(ids))
+        return str(Answer(model, self.tokenizer, ids, cache, max_new_tokens=NEW)).strip()
