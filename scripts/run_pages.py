@@ -49,7 +49,7 @@ FEW = "optim.steps=2 data.max_tokens=512 data.val_samples=2"
 STAND_INS = {
     "recipe=smollm2-135m ": f"recipe=smollm2-135m {FEW} ",
     "recipe=qwen2.5-coder-0.5b ": f"recipe=qwen2.5-coder-0.5b {FEW} data.lengths=[512] ",
-    "self-study(docs)": "self-study(docs,4)",
+    "self-study(book.txt)": "self-study(book.txt,4)",
     RECOMMENDED: os.environ.get("LOCRET_STAND_IN", RECOMMENDED),
 }
 """What runs in place of words: trainings take an hour and more as printed."""
