@@ -18,6 +18,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 
 from locret_kit.evals.engine import Row, read_rows
 from locret_kit.evals.report import score_tables
@@ -55,10 +56,16 @@ GEMMA = (
     ("R.PassKey", "later", 4096, (512,)), ("R.PassKey", "later", 8192, (1024,)), ("R.Number", "later", 16384, (2048,)),
 )  # fmt: skip
 """Tables of the second backbone in docs/results/facts.md."""
+THIRD = "qwen2.5-coder-1.5b-locret"
+"""Heads of the backbone for code."""
+CODER = (("code.jsonl", "-", 4096, (512,)), ("held.jsonl", "-", 4096, (512,)))
+"""Tables of that backbone in docs/results/facts.md."""
 TITLES = {
     "R.PassKey": "A pass key of five digits", "R.Number": "A number of ten digits",
     "ruler.niah_multikey": "One key among many alike", "ruler.niah_multiquery": "Four numbers by four keys",
     "ruler.fwe": "The three most frequent words of a made-up text",
+    "code.jsonl": "Questions about this project's code, of kinds that heads were trained on",
+    "held.jsonl": "Questions about this project's code, of kinds that no heads were trained on",
     "paraphrase": "A price of five digits, asked for in words that the text does not have",
     "agreement:leval.quality": "L-Eval's questions about stories: share of full attention's tokens that are chosen too",
     "agreement:leval.meeting_summ": "L-Eval's meetings, to be summarised: the same share",
@@ -182,15 +189,25 @@ def _command(rows: Sequence[Row], place: Place) -> str:
     model = " model=PATH/gemma-3-270m" if heads == SECOND else ""
     if rows[0].ending == OPEN:
         out, form = f"{out}-open", " ending=open chat=always max_new_tokens=24"
+    lengths = "max_new_tokens=40" if task.endswith(".jsonl") else f"lengths=[{length}]"
     return (
-        f"locret-eval tasks=[{task}] {where}lengths=[{length}] budgets=[{','.join(map(str, budgets))}] \\\n"
+        f"locret-eval tasks=[{task}] {where}{lengths} budgets=[{','.join(map(str, budgets))}] \\\n"
         f'    "policies=[{named}]" samples={samples}{form} ckpt={folder}/{heads}{model} out={out}'
     )
 
 
 def _printed(root: Path, name: str) -> str:
     head, *lines = csv.reader((root / picture.TABLES / f"{name}.csv").read_text(encoding="utf-8").splitlines())
-    return Table(head, lines).markdown()
+    return Table(head, mean_of_rounds(lines) if name == "bench" else lines).markdown()
+
+
+def mean_of_rounds(lines: Sequence[Sequence[str]]) -> list[list[str]]:
+    """One line of the runs that were made alike, which the first seven cells say: the means of the others."""
+    rounds: dict[tuple[str, ...], list[Sequence[str]]] = {}
+    for line in lines:
+        rounds.setdefault(tuple(line[:7]), []).append(line[7:])
+    means = {key: [mean(map(float, cells)) for cells in zip(*some, strict=True)] for key, some in rounds.items()}
+    return [[*key, *(f"{cell:.5g}" for cell in cells)] for key, cells in means.items()]
 
 
 def placed(page: str, name: str, tables: str) -> str:
@@ -234,6 +251,7 @@ def main(argv: list[str] | None = None) -> int:
         sections = [
             ("docs/results/facts.md", "facts", facts),
             ("docs/results/facts.md", "second", answers(by_heads.get(SECOND, []), GEMMA)),
+            ("docs/results/facts.md", "third", answers(by_heads.get(THIRD, []), CODER)),
             ("docs/results/questions.md", "questions", answers(demo, QUESTIONS)),
             ("scripts/research/logs/needles.md", "needles", needles),
             ("scripts/research/logs/recall.md", "recall", log_tables.recall_table(everything, HEADS)),
