@@ -61,7 +61,7 @@ class Watch:
         self.patch.stop()
 
     def compare(self, ctx, rows, q, scaling, out, before) -> None:
-        keys, values, valid = _keys(ctx, rows, rows.seen), rows.slots("values"), rows.layout.valid()
+        keys, values, valid = _keys(ctx, rows), rows.slots("values"), rows.layout.valid()
         span, seen = ctx.positions.span, rows.seen
         newest = seen - 1 if span is None else seen - 1 - max(0, seen - span)
         place_BH = torch.full(valid.shape[:2], newest)

@@ -28,7 +28,7 @@ def test_attention_is_that_of_a_cache_with_memory_of_its_own(tmp_path, policy, s
     """``together``: as on a card, where evictions wait for the last layer."""
     cuts, evict = [], step_module._evict
     monkeypatch.setattr(step_module, "evicts_together", lambda ctx, rows: together)
-    monkeypatch.setattr(step_module, "_evict", lambda ctx, cut, seen: (cuts.append(len(cut)), evict(ctx, cut, seen)))
+    monkeypatch.setattr(step_module, "_evict", lambda ctx, cut: (cuts.append(len(cut)), evict(ctx, cut)))
     LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=LAYERS, num_attention_heads=HEADS[0],
         num_key_value_heads=HEADS[1], head_dim=D, architectures=["LlamaForCausalLM"],

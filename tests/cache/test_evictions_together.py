@@ -33,9 +33,9 @@ def run(policy: str, mode: str, together: bool):
     model, layers = backbone(rest.get("family", "llama")), []
     cache, ids = make(policy, **rest), tokens()
 
-    def counted(ctx, cuts, seen):
+    def counted(ctx, cuts):
         layers.append(len(cuts))
-        EVICT(ctx, cuts, seen)
+        EVICT(ctx, cuts)
 
     def may(ctx, rows):
         return together and as_on_a_card(ctx, rows)
@@ -67,9 +67,9 @@ def test_texts_that_share_forwards(policy, monkeypatch):
     for together in (False, True):
         model, caches, layers = backbone(), [], []
 
-        def cut(ctx, cuts, seen, layers=layers):
+        def cut(ctx, cuts, layers=layers):
             layers.append((len(cuts), cuts[0].rows.seen > LENGTH))
-            EVICT(ctx, cuts, seen)
+            EVICT(ctx, cuts)
 
         def cache_of(length, caches=caches):
             caches.append(make(policy, length=length, chunk=5))

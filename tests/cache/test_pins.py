@@ -40,10 +40,10 @@ def watched(monkeypatch, pins):
         kept = rows.kept()
         return [head.tolist() for batch in kept for head in batch]
 
-    def evict(ctx, cuts, length):
+    def evict(ctx, cuts):
         ((rows, keep, _),) = cuts  # one by one on a CPU
         before = heads(rows)
-        real(ctx, cuts, length)
+        real(ctx, cuts)
         after = heads(rows)
         if len(before[0]) == len(after[0]) and before == after:
             return
@@ -269,9 +269,7 @@ def test_pinned_text_is_read_again(monkeypatch, base):
     """Where the prompt's end is read twice, pinned tokens are among the passages, and are kept while the answer grows."""
     cache, pins = make(f"{base} reread=passages(14,5,3,2)", 40), ((8, 11), (50, 52))
     real, decoded = step._evict, []
-    monkeypatch.setattr(
-        step, "_evict", lambda ctx, cuts, seen: decoded.append(cuts[0].rows.seen > LENGTH) or real(ctx, cuts, seen)
-    )
+    monkeypatch.setattr(step, "_evict", lambda ctx, cuts: decoded.append(cuts[0].rows.seen > LENGTH) or real(ctx, cuts))
     too_many = pytest.raises(ValueError, match=r"pins=14 tokens must be at most 13: .*14 tokens are read again")
     halfway = copy.deepcopy(cache)
     with attach(backbone()), torch.no_grad():
