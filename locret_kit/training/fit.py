@@ -88,6 +88,9 @@ class Bar(Callback):
         if hasattr(self, "bar"):
             self.bar.close()
 
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")  # so that the error has a line of its own
+
 
 class SeedSteps(Callback):
     """Seeds the random generators from the run's seed and the step's number. A resumed run then draws the same numbers
