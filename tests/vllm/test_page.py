@@ -83,7 +83,7 @@ def test_the_python_answers(place):
 
 def test_a_cards_command_differs_from_a_cpus_as_the_page_says():
     """``vllm serve`` needs the distribution called vllm; its parser is here."""
-    (card,) = re.findall(r"```text\n(VLLM_USE.*?)```", PAGE, re.S)
+    (card,) = re.findall(r"```bash\n(VLLM_USE.*?)```", PAGE, re.S)
     (cpu,) = (block for block in BLOCKS if "api_server" in block)
     parser = make_arg_parser(FlexibleArgumentParser())
     words = shlex.split(card.replace("\\\n", " "))
