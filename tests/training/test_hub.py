@@ -98,6 +98,7 @@ SHIPPED = {
     "smollm2-135m-locret": ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"),
     "gemma3-270m-locret": ("google/gemma-3-270m", "gemma"),
     "qwen2.5-coder-0.5b-locret": ("Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF:Q4_K_M", "apache-2.0"),
+    "qwen2.5-coder-1.5b-locret": ("Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF:Q4_K_M", "apache-2.0"),
 }
 """Backbone and license of the heads in ``checkpoints``."""
 
