@@ -52,9 +52,9 @@ STAND_INS = {
     "self-study(book.txt)": "self-study(book.txt,4)",
     RECOMMENDED: os.environ.get("LOCRET_STAND_IN", RECOMMENDED),
 }
-"""What runs in place of words: trainings take an hour and more as printed."""
+"""Words of a page and what runs in their place: trainings take an hour and more as printed."""
 BEFORE = {"docs/serving/conversations.md": "locret-serve --budget 1024 --sessions 4 --port 8000"}
-"""What a reader of a page has started before."""
+"""Page -> the command that its reader has started before."""
 DEFAULT = "pip install -e '.[documents]'"
 BACKBONE = "checkpoints/SmolLM2-135M-Instruct"
 LIMIT = 3600

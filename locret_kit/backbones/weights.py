@@ -335,9 +335,8 @@ def stored_weights(name: str, names: Iterable[str]) -> Iterator[Tensor]:
     """
     folder, where = Path(name), dict[str, Path]()
     wanted = "*.safetensors"
-    for path in (
-        sorted(folder.glob(wanted)) if folder.exists() else pull(name, lambda files: fnmatch.filter(files, wanted))
-    ):
+    files = sorted(folder.glob(wanted)) if folder.exists() else pull(name, lambda all_: fnmatch.filter(all_, wanted))
+    for path in files:
         with (
             prefixed_errors(f"{path} cannot be read{pointer_note(path)}", SafetensorError),
             safe_open(path, framework="pt") as file,

@@ -54,7 +54,7 @@ def test_what_is_no_call_is_text():
 
 @pytest.mark.parametrize("form", OWN)
 def test_forms_of_other_families(form):
-    """Of Qwen3-Coder and Qwen 3.5, GLM 4.5, Gemma 4."""
+    """Forms of Qwen3-Coder and Qwen 3.5, GLM 4.5, Gemma 4."""
     mark, call, empty, wrong, endless = OWN[form]
     assert call_form("{{ tools }}<tool_call>" * (form != "gemma") + f"{{{{ tools }}}}{mark}") == CALLS[form]
     said, calls = read(reader(form, {"weather": TYPED, "now": {}}), f"I < look.{call}\n{empty}")

@@ -85,7 +85,7 @@ def test_passages_are_lines_of_files(tmp_path):
 
 
 def test_passages_have_their_page():
-    """Of a text that form feeds part, as a PDF's is; the page is that on which a passage begins."""
+    """Form feeds part the text, as a PDF's; the page is that on which a passage begins."""
     _, tokenizer, _ = parts("llama")
     pages = [" ".join(f"Word {number} of page {page}." for number in range(30)) for page in range(1, 5)]
     ids = tokenizer("\n\n\f".join(pages), add_special_tokens=False).input_ids

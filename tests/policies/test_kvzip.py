@@ -54,7 +54,7 @@ def settings(budget, **more):
 
 
 def requests(context):
-    """Of 20 tokens each, so that a context of 50 takes three."""
+    """Pieces of 20 tokens, so that a context of 50 takes three."""
     return list(repetition.requests(partial(TOKENIZER.encode, add_special_tokens=False), context))
 
 
