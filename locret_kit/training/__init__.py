@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -47,12 +47,11 @@ def trained_with(cfg: TrainConfig, step: int, recall: float | None) -> dict[str,
 class FrozenTraining(L.LightningModule, ABC):
     """Trains a module beside a frozen backbone.
 
-    The backbone is not a submodule: it is in no checkpoint and sees no optimiser. Scalars are logged at the number of the
+    The trained module, built from its ``config``, is the only submodule. So the backbone is in no checkpoint and sees no
+    optimiser. Scalars are logged at the number of the
     optimiser step that they belong to.
     """
 
-    kind: ClassVar[type[nn.Module]]
-    """Type of the trained module, built from its ``config``; the only submodule."""
     watched = ""
     """The figure of a validation that the board compares runs by."""
 
@@ -75,14 +74,6 @@ class FrozenTraining(L.LightningModule, ABC):
         return self._backbone[0]
 
     # ---- what a training says of its module ------------------------------------------------------------------------------
-
-    def rebuilt(self, state: dict[str, Tensor]) -> nn.Module:
-        """The trained module on the CPU, from this module's gathered state: weights of any shape, with this module's
-        name as a prefix."""
-        with torch.device("cpu"):
-            made = self.kind(next(self.children()).config)
-        made.load_state_dict({name.partition(".")[2]: weight for name, weight in state.items()})
-        return made
 
     @abstractmethod
     def export(self, trained: nn.Module, out: Path) -> Path:
@@ -180,8 +171,13 @@ def gather(trainer: L.Trainer) -> nn.Module | None:
     state = trainer.strategy.lightning_module_state_dict()
     if not trainer.is_global_zero:
         return None
-    module = cast(FrozenTraining, trainer.lightning_module)
-    return module.rebuilt({name: weight.cpu() for name, weight in state.items()})
+    (trained,) = trainer.lightning_module.children()
+    with torch.device("cpu"):
+        made = type(trained)(trained.config)
+    made.load_state_dict(
+        {name.partition(".")[2]: weight.cpu() for name, weight in state.items()}
+    )  # without its own name
+    return made
 
 
 def flat(config: TrainConfig) -> dict[str, int | float | str]:

@@ -26,7 +26,7 @@ from ..policies.registry import parts_named
 from ..samples import SCHEMAS, WHOLE, Sample, encode_chat, is_unknown, overlap, read_records, to_messages
 from ..samples.haystack import TEXTS
 from ..samples.study import Write
-from .made import DRAWS, CodeSource, Given, Made, SelfStudySource, SyntheticSource, nobody
+from .made import DRAWS, Made, nobody
 
 BLOCK = 512
 """Records that are held at a time of a source that is not held whole."""
@@ -135,8 +135,6 @@ class Records:
         Raises:
             ValueError: too few samples.
         """
-        if not wanted:
-            return [], known
         self._wanted = wanted
         numbers = self._shuffled("validation")
         held, grams = self._one_of_each_text(numbers, wanted, known)
@@ -300,9 +298,9 @@ class Samples:
         self.sources: dict[str, Records | Made] = {}
         for name in data.sources:
             drawn = f"{seed}:{data.sources.index(name)}"  # not its path, which differs from machine to machine
-            made = cast(SyntheticSource | CodeSource | SelfStudySource | None, parse_source(name))
-            given = Given(data, tokenizer, seed, write)
-            self.sources[name] = made.open(given) if made else Records(name, data, tokenizer, drawn)
+            made = cast(Made | None, parse_source(name))
+            opened = made.open(data, tokenizer, seed, write) if made else Records(name, data, tokenizer, drawn)
+            self.sources[name] = opened
         self.names = list(data.sources)
         self._places: list[tuple[str, int]] = []  # source of each index so far, and how many before it are from there
         self._given = dict.fromkeys(self.names, 0)
@@ -310,8 +308,9 @@ class Samples:
         if data.val_samples:
             known = overlap.union([])
             for name, wanted in divided(data.val_samples, self.names, self.weights).items():
-                samples, known = self.sources[name].hold(wanted, known)
-                self.held += samples
+                if wanted:
+                    samples, known = self.sources[name].hold(wanted, known)
+                    self.held += samples
             for source in self.sources.values():
                 source.leave_out(known)
         for source in self.sources.values():

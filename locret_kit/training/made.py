@@ -1,12 +1,14 @@
 """Sources of training samples that are made: facts hidden in texts, questions about code, questions that the backbone writes."""
 
+from __future__ import annotations
+
 import random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, Generic, TypeVar
 
 from annotated_types import Ge
 from transformers import PreTrainedTokenizerBase
@@ -20,8 +22,6 @@ from ..samples.haystack import load_text, next_start
 from ..samples.study import Studied, Write, study, study_sample
 from ..samples.synthetic import TRAINING, VALIDATION, Wording, synthetic_sample
 
-SYNTHETIC = "synthetic"
-"""The source that is made of ``data.texts``."""
 DRAWS = 100
 """Records in a row, and synthetic samples, that cannot be used and end a run at its beginning."""
 STRETCH = 0.1
@@ -30,36 +30,62 @@ CHARACTERS = 4
 """Characters of a token, about."""
 
 
-class Made(ABC):
+M = TypeVar("M")
+
+
+class Made(ABC, Generic[M]):
     """A source whose samples are made, each once, so there are no epochs.
 
     In the place of a sample that does not fit its length another one is made, and stderr names it.
+
+    Attributes:
+        name: the source in messages. trained: what training samples are made of.
     """
 
-    def __init__(self, name: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
-        self.name, self.data, self.tokenizer, self.seed = name, data, tokenizer, seed
-        self._named: set[str] = set()
+    name: str
+    trained: M
+
+    def open(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, write: Write) -> Made[M]:
+        """The source with a run's settings. Raises ValueError where what it reads is not there."""
+        self.data, self.tokenizer, self.seed, self.write = data, tokenizer, seed, write
+        self._named = set[str]()
+        self.load()
+        return self
 
     @abstractmethod
-    def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
-        """Set texts aside, and return ``wanted`` samples of them, and ``known`` with their 13-grams added."""
+    def load(self) -> None:
+        """Read what is trained on, and set the name."""
+
+    @abstractmethod
+    def set_aside(self, wanted: int, seed: str) -> tuple[M, Sequence[str]]:
+        """Take a part away from what is trained on, for ``wanted`` samples; and its texts."""
+
+    @abstractmethod
+    def build(self, material: M, place: int, seed: str, length: int) -> Sample:
+        """A sample of a part, of a length in tokens. Raises ValueError where it does not fit."""
 
     @abstractmethod
     def leave_out(self, known: overlap.Grams) -> None:
         """Train on nothing that has these 13-grams. Raises ValueError where nothing is left."""
 
-    @abstractmethod
+    def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
+        """Set texts aside, and return ``wanted`` samples of them, and ``known`` with their 13-grams added."""
+        seed = f"{self.seed}:validation"
+        held, texts = self.set_aside(wanted, seed)
+        return [self._make(i, seed, held) for i in range(wanted)], overlap.union([known, *map(overlap.grams, texts)])
+
     def __getitem__(self, place: int) -> Sample:
         """Training sample number ``place``."""
+        return self._make(place, f"{self.seed}", self.trained)
 
-    def _make(self, place: int, seed: str, build: Callable[[str, int], Sample]) -> Sample:
-        """The first sample that ``build`` makes of a seed and a length in tokens, which are drawn for the place."""
+    def _make(self, place: int, seed: str, material: M) -> Sample:
+        """The first sample that can be built with a seed and a length in tokens, which are drawn for the place."""
         reason = ""
         for draw in range(DRAWS):
             again = f"{seed}:{draw}" if draw else seed
             length = random.Random(f"{again}|length|{place}").choice(self.data.lengths or [self.data.max_tokens])
             try:
-                sample = build(again, length)
+                sample = self.build(material, place, again, length)
             except ValueError as error:
                 reason = reason or first_line(error)
                 continue
@@ -69,41 +95,48 @@ class Made(ABC):
             return sample
         raise ValueError(f"data.max_tokens={self.data.max_tokens} is too small for {self.name} samples: {reason}")
 
+    def _split(self, text: str, where: str, seed: str) -> tuple[str, str]:
+        """A stretch to set aside, and the rest. Raises ValueError for a text that is too short."""
+        stretch, rest = split_text(text, CHARACTERS * self.data.max_tokens, random.Random(seed))
+        if not stretch.strip():
+            raise ValueError(
+                f"{where} is too short for data.val_samples={self.data.val_samples} to set a stretch aside"
+            )
+        return stretch, rest
 
-class Synthetic(Made):
+    def _nothing_left(self) -> ValueError:
+        return ValueError(f"data.sources: {self.name!r} has nothing left to train on but copies of set-aside texts")
+
+
+@part("source", "synthetic")
+@dataclass
+class Synthetic(Made[tuple[list[str], Wording]]):
     """Facts that are hidden in ``data.texts``.
 
     A stretch of each text is set aside, and the other texts lose every 13-gram that they share with it. Facts, prompts and
     repeated sentences of validation are its own.
-
-    Raises:
-        ValueError: ``max_tokens`` is too small for samples; a text has nothing to set aside.
     """
 
-    def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
-        super().__init__(SYNTHETIC, data, tokenizer, seed)
+    def load(self) -> None:
+        self.name = "synthetic"
         with prefixed_errors("data.texts", OSError, ValueError):
-            self.texts = [load_text(source) for source in data.texts]
+            self.texts = [load_text(source) for source in self.data.texts]
         """Texts that are trained on."""
-        self[0]
+        self.trained = self.texts, TRAINING
 
-    def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
-        if not wanted:
-            return [], known
+    def set_aside(self, wanted: int, seed: str) -> tuple[tuple[list[str], Wording], Sequence[str]]:
         stretches = []
-        for i, (source, text) in enumerate(zip(self.data.texts, self.texts, strict=True)):
-            rng = random.Random(f"{self.seed}:validation:{i}")
-            stretch, self.texts[i] = split_text(text, CHARACTERS * self.data.max_tokens, rng)
-            if not stretch.strip():
-                raise ValueError(
-                    f"data.texts: {source!r} is too short for data.val_samples={self.data.val_samples} to set a stretch aside"
-                )
+        for i, source in enumerate(self.data.texts):
+            stretch, self.texts[i] = self._split(self.texts[i], f"data.texts: {source!r}", f"{seed}:{i}")
             stretches.append(stretch)
-        samples = [self._about(i, stretches, f"{self.seed}:validation", VALIDATION) for i in range(wanted)]
-        return samples, overlap.union([known, *map(overlap.grams, stretches)])
+        return (stretches, VALIDATION), stretches
+
+    def build(self, material: tuple[list[str], Wording], place: int, seed: str, length: int) -> Sample:
+        texts, wording = material
+        return synthetic_sample(self.tokenizer, texts, length, seed, place, wording)
 
     def leave_out(self, known: overlap.Grams) -> None:
-        self.texts = [overlap.without(text, known) for text in self.texts]
+        self.texts[:] = (overlap.without(text, known) for text in self.texts)
         for source, text in zip(self.data.texts, self.texts, strict=True):
             if not text.strip():
                 raise ValueError(
@@ -111,157 +144,77 @@ class Synthetic(Made):
                     "stretch aside that the rest repeats"
                 )
 
-    def __getitem__(self, place: int) -> Sample:
-        return self._about(place, self.texts, f"{self.seed}", TRAINING)
-
-    def _about(self, place: int, texts: Sequence[str], seed: str, wording: Wording) -> Sample:
-        return self._make(
-            place, seed, lambda seed, length: synthetic_sample(self.tokenizer, texts, length, seed, place, wording)
-        )
-
-
-class Code(Made):
-    """Questions about the Python files of a folder (``samples.code``). A tenth of the files is set aside.
-
-    Raises:
-        ValueError: no such folder, too few files, or ``max_tokens`` is too small for samples.
-    """
-
-    def __init__(self, folder: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
-        super().__init__(f"code({folder})", data, tokenizer, seed)
-        with prefixed_errors("data.sources", OSError, ValueError):
-            self.files = read_code(folder)
-        """Files that are trained on."""
-        self[0]
-
-    def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
-        if not wanted:
-            return [], known
-        size = max(1, round(STRETCH * len(self.files)))
-        held = random.Random(f"{self.seed}:validation").sample(self.files, size)
-        self.files = [file for file in self.files if file not in held]
-        if not self.files:
-            raise ValueError(
-                f"data.sources: {self.name!r} has one file with questions; data.val_samples={self.data.val_samples} sets it aside"
-            )
-        samples = [self._about(i, held, f"{self.seed}:validation") for i in range(wanted)]
-        return samples, overlap.union([known, *(overlap.grams("\n".join(file.lines)) for file in held)])
-
-    def leave_out(self, known: overlap.Grams) -> None:
-        self.files = [file for file in self.files if not overlap.is_copy("\n".join(file.lines), known)]
-        if not self.files:
-            raise ValueError(f"data.sources: {self.name!r} has nothing left to train on but copies of set-aside texts")
-
-    def __getitem__(self, place: int) -> Sample:
-        return self._about(place, self.files, f"{self.seed}")
-
-    def _about(self, place: int, files: Sequence[CodeFile], seed: str) -> Sample:
-        def build(seed: str, length: int) -> Sample:
-            return code_sample(self.tokenizer, files, length, random.Random(f"{seed}|{place}"))
-
-        return self._make(place, seed, build)
-
-
-class SelfStudy(Made):
-    """Questions that the backbone writes about passages of a text (``samples.study``). A stretch of the text is set aside.
-
-    Raises:
-        ValueError: no such text, nothing to set aside, or no usable question.
-    """
-
-    def __init__(
-        self, text: str, passages: int, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, write: Write
-    ) -> None:
-        super().__init__(f"self-study({text})", data, tokenizer, seed)
-        self.passages, self.write = passages, write
-        with prefixed_errors("data.sources", OSError, ValueError):
-            self.text = load_text(text)
-        """Text that is trained on."""
-
-    def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
-        if not wanted:
-            return [], known
-        rng = random.Random(f"{self.seed}:validation")
-        stretch, self.text = split_text(self.text, CHARACTERS * self.data.max_tokens, rng)
-        if not stretch.strip():
-            raise ValueError(
-                f"data.sources: {self.name!r} is too short for data.val_samples={self.data.val_samples} to set a stretch aside"
-            )
-        studied = self._study(stretch, 2 * wanted, f"{self.seed}:validation")
-        samples = [self._about(i, stretch, studied, f"{self.seed}:validation") for i in range(wanted)]
-        return samples, overlap.union([known, overlap.grams(stretch)])
-
-    def leave_out(self, known: overlap.Grams) -> None:
-        self.text = overlap.without(self.text, known)
-        if not self.text.strip():
-            raise ValueError(f"data.sources: {self.name!r} has nothing left to train on but copies of set-aside texts")
-
-    @cached_property
-    def studied(self) -> list[Studied]:
-        """What the backbone wrote about the text that is trained on."""
-        return self._study(self.text, self.passages, f"{self.seed}")
-
-    def __getitem__(self, place: int) -> Sample:
-        return self._about(place, self.text, self.studied, f"{self.seed}")
-
-    def _study(self, text: str, passages: int, seed: str) -> list[Studied]:
-        found = study(text, passages, random.Random(f"{seed}:study"), self.write)
-        if not found:
-            raise ValueError(
-                f"data.sources: {self.name!r}: the backbone wrote no usable question about any of {passages} passages"
-            )
-        return found
-
-    def _about(self, place: int, text: str, studied: Sequence[Studied], seed: str) -> Sample:
-        def build(seed: str, length: int) -> Sample:
-            return study_sample(self.tokenizer, text, studied, length, random.Random(f"{seed}|{place}"))
-
-        return self._make(place, seed, build)
-
-
-@dataclass(frozen=True)
-class Given:
-    """What the sources of a run are opened with."""
-
-    data: DataConfig
-    tokenizer: PreTrainedTokenizerBase
-    seed: int
-    write: Write
-
-
-@part("source", SYNTHETIC)
-class SyntheticSource:
-    """Facts that are hidden in ``data.texts``."""
-
-    def open(self, given: Given) -> Made:
-        """The samples."""
-        return Synthetic(given.data, given.tokenizer, given.seed)
-
 
 @part("source", "code")
-class CodeSource:
-    """Questions that a program makes from the syntax trees of a folder's Python files."""
+@dataclass
+class Code(Made[list[CodeFile]]):
+    """Questions about the Python files of a folder (``samples.code``). A tenth of the files is set aside."""
 
     folder: str = "python"
     """The folder; 'python' is the standard library of the running Python."""
 
-    def open(self, given: Given) -> Made:
-        """The samples."""
-        return Code(self.folder, given.data, given.tokenizer, given.seed)
+    def load(self) -> None:
+        self.name = f"code({self.folder})"
+        with prefixed_errors("data.sources", OSError, ValueError):
+            self.trained = read_code(self.folder)
+
+    def set_aside(self, wanted: int, seed: str) -> tuple[list[CodeFile], Sequence[str]]:
+        held = random.Random(seed).sample(self.trained, max(1, round(STRETCH * len(self.trained))))
+        self.trained = [file for file in self.trained if file not in held]
+        if not self.trained:
+            raise ValueError(
+                f"data.sources: {self.name!r} has one file with questions; data.val_samples={self.data.val_samples} sets it aside"
+            )
+        return held, ["\n".join(file.lines) for file in held]
+
+    def build(self, material: list[CodeFile], place: int, seed: str, length: int) -> Sample:
+        return code_sample(self.tokenizer, material, length, random.Random(f"{seed}|{place}"))
+
+    def leave_out(self, known: overlap.Grams) -> None:
+        self.trained = [file for file in self.trained if not overlap.is_copy("\n".join(file.lines), known)]
+        if not self.trained:
+            raise self._nothing_left()
 
 
 @part("source", "self-study")
-class SelfStudySource:
-    """Questions that the backbone itself writes about passages of a text."""
+@dataclass
+class SelfStudy(Made[tuple[str, list[Studied]]]):
+    """Questions that the backbone itself writes about passages of a text (``samples.study``). A stretch of it is set aside."""
 
     text: str
     """'pydoc', 'jargon', a file or a folder."""
     passages: Annotated[int, Ge(1)] = 128
     """Passages that it writes about, at most."""
 
-    def open(self, given: Given) -> Made:
-        """The samples."""
-        return SelfStudy(self.text, self.passages, given.data, given.tokenizer, given.seed, given.write)
+    def load(self) -> None:
+        self.name = f"self-study({self.text})"
+        with prefixed_errors("data.sources", OSError, ValueError):
+            self.left = load_text(self.text)
+        """Text that is trained on."""
+
+    def set_aside(self, wanted: int, seed: str) -> tuple[tuple[str, list[Studied]], Sequence[str]]:
+        stretch, self.left = self._split(self.left, f"data.sources: {self.name!r}", seed)
+        return self._studied(stretch, 2 * wanted, seed), [stretch]
+
+    @cached_property
+    def trained(self) -> tuple[str, list[Studied]]:  # type: ignore[override]
+        return self._studied(self.left, self.passages, f"{self.seed}")
+
+    def _studied(self, text: str, passages: int, seed: str) -> tuple[str, list[Studied]]:
+        """The text, and what the backbone wrote about it. Raises ValueError where nothing of it can be used."""
+        if found := study(text, passages, random.Random(f"{seed}:study"), self.write):
+            return text, found
+        raise ValueError(
+            f"data.sources: {self.name!r}: the backbone wrote no usable question about any of {passages} passages"
+        )
+
+    def build(self, material: tuple[str, list[Studied]], place: int, seed: str, length: int) -> Sample:
+        return study_sample(self.tokenizer, *material, length, random.Random(f"{seed}|{place}"))
+
+    def leave_out(self, known: overlap.Grams) -> None:
+        self.left = overlap.without(self.left, known)
+        if not self.left.strip():
+            raise self._nothing_left()
 
 
 def nobody(asked: Sequence[tuple[str, str]]) -> list[str]:

@@ -141,7 +141,7 @@ class HeadTraining(FrozenTraining):
         ValueError: a backbone with an unknown rotation, or with windows in all layers.
     """
 
-    kind, watched = RetainingHeads, "val/recall"
+    watched = "val/recall"
 
     def __init__(self, backbone: PreTrainedModel, cfg: TrainConfig) -> None:
         super().__init__(backbone, cfg)

@@ -104,7 +104,7 @@ class PoolTraining(FrozenTraining):
         ValueError: a backbone, policy, strategy or setting that cannot train a pool.
     """
 
-    kind, watched = ConvPool, "val/loss"
+    watched = "val/loss"
 
     def __init__(self, backbone: PreTrainedModel, cfg: TrainConfig) -> None:
         super().__init__(backbone, cfg)

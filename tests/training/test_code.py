@@ -143,7 +143,7 @@ def test_the_source_sets_files_aside(folder):
     samples = Samples(data, TOKENIZER, seed=3)
     assert len(samples.held) == 4
     code = samples.sources[f"code({folder})"]
-    held = {f"part_{n}" for n in range(12)} - {Path(file.path).stem for file in code.files}
+    held = {f"part_{n}" for n in range(12)} - {Path(file.path).stem for file in code.trained}
     assert len(held) == 1
     n = held.pop().removeprefix("part_")
     names = (f"Base{n}(", f"area_{n}(", f"COUNT_{n} ")
