@@ -10,7 +10,7 @@ from itertools import groupby
 
 from locret_kit import Document, RetainingHeads
 from locret_kit.backbones.load import load_backbone
-from locret_kit.documents.document import kept_of
+from locret_kit.documents.kept import kept_of
 from locret_kit.policies.grammar import parse_policy
 
 MODEL = os.environ.get("LOCRET_MODEL", "checkpoints/SmolLM2-135M-Instruct")

@@ -135,10 +135,8 @@ def run_ask(args: AskOptions) -> int:
             note("reading the text again: this question changes the evictions")
         if args.json:
             record = record_of(answer)
-            seconds = {
-                "first_token_s": round(answer.first_token_s, 4),
-                "total_s": round(time.perf_counter() - began, 4),
-            }
+            total = time.perf_counter() - began
+            seconds = {"first_token_s": round(answer.first_token_s, 4), "total_s": round(total, 4)}
             counts = {"cached_tokens": cached, "prompt_tokens": len(answer.ids) - cached}
             record = {"question": question, **record, "tokens": len(answer.tokens), **seconds, **counts}
             print(json_line(record), flush=True)
@@ -256,8 +254,8 @@ def run_kept(args: KeptOptions) -> int:
     read_record(Path(args.file))
 
     from ..backbones.load import load_tokenizer
-    from ..documents.document import highlight, read_kept
     from ..documents.document_text import describe
+    from ..documents.kept import highlight, read_kept
     from ..evals.report import kept_page
     from ..text.tokens import token_texts
 
@@ -278,10 +276,8 @@ def run_kept(args: KeptOptions) -> int:
     where = ", ".join(f"{what} {n}" for what, n in (("layer", args.layer), ("head", args.head)) if n is not None)
     held = f"{(counts > 0).sum()} of {shown.seen} held ({where or 'all layers and heads'})"
     print(f"{display(title)}: {display(lead)}; {held}\n")
-    printable = [
-        "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text.replace(PAGE, ""))
-        for text in texts[: shown.seen]
-    ]
+    plain = (text.replace(PAGE, "") for text in texts[: shown.seen])
+    printable = ["".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text) for text in plain]
     print(highlight(printable, counts / heads, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     return 0
 

@@ -245,18 +245,16 @@ def stored_text(
     if difference := first_difference({"tokenizer": about.tokenizer}, {"tokenizer": tokenizer_identity(tokenizer)}):
         raise ValueError(difference)
     stream = open_stream(tokenizer, about.chat)
-    stream.ids = _stored_ids(apart.get(IDS), len(tokenizer)) if about.text else array("i")
+    stream.ids = array("i")
+    if about.text:
+        ids = apart.get(IDS)
+        if ids is None or ids.dtype != torch.int32 or ids.dim() != 1:
+            raise ValueError(f"{IDS} must be one-dimensional int32")
+        if ids.numel() and not (ids.min() >= 0 and ids.max() < len(tokenizer)):
+            raise ValueError(f"{IDS} must be from 0 to {len(tokenizer) - 1}")
+        stream.ids = array("i", ids.tolist())
     stream.text, stream.done = about.open, about.done
     return DocumentText(stream, chat=about.chat, before=about.before)
-
-
-def _stored_ids(ids: torch.Tensor | None, vocabulary: int) -> array[int]:
-    """Token ids ``[T]`` (int32) of a file. Raises ValueError if they are outside ``vocabulary``."""
-    if ids is None or ids.dtype != torch.int32 or ids.dim() != 1:
-        raise ValueError(f"{IDS} must be one-dimensional int32")
-    if ids.numel() and not (ids.min() >= 0 and ids.max() < vocabulary):
-        raise ValueError(f"{IDS} must be from 0 to {vocabulary - 1}")
-    return array("i", ids.tolist())
 
 
 def _strings(pieces: Iterable[object]) -> Iterator[str]:

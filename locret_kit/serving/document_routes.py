@@ -16,8 +16,9 @@ from fastapi import FastAPI, File, Form, HTTPException, Query, Request, UploadFi
 from fastapi.responses import JSONResponse, Response
 from transformers import PreTrainedModel
 
-from ..documents.document import Document, Progress, kept_of
+from ..documents.document import Document, Progress
 from ..documents.document_text import DocumentText
+from ..documents.kept import kept_of
 from ..engine import BoundedCache
 from ..naming import first_line, prefixed_errors
 from ..settings import INT32_MAX, too_few

@@ -15,7 +15,7 @@ from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
 
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.cli.eval import main
-from locret_kit.documents.document import Kept
+from locret_kit.documents.kept import Kept
 from locret_kit.evals.engine import Setup, Variant
 from locret_kit.evals.engine.harness import LocretLM, sampling_of
 from locret_kit.evals.engine.measure import Forced, nll_reading

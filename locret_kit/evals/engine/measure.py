@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ...documents.document import Kept
 from ...documents.document_text import hash_ids
+from ...documents.kept import Kept
 from ...documents.prefix_cache import PrefixCache
 from ...engine import Answer, BoundedCache, KVzip, prefill
 from ...files import write_beside
