@@ -110,9 +110,8 @@ def test_appending_equals_reading_it_all(use, book, tmp_path):
     assert told[0]["document"]["names"] == {"model": "backbone", "heads": "heads"}
     said = [use("ask", str(path), *QUESTIONS)[1] for path in (book, tmp_path / "whole.locret")]
     assert said[0] == said[1]
-    assert use("read", "more.txt", "-o", str(book), "--append", "--budget", "64")[2].endswith(
-        "--budget 64 has no effect with --append: the document keeps its settings\n"
-    )
+    err = use("read", "more.txt", "-o", str(book), "--append", "--budget", "64")[2]
+    assert err.endswith("--budget 64 has no effect with --append: the document keeps its settings\n")
 
 
 def test_a_file_that_is_there_is_not_replaced_unasked(use, book):

@@ -64,10 +64,7 @@ def test_passages_are_lines_of_files(tmp_path):
     _, tokenizer, _ = parts("llama")
     lines = [f"Line {number} of this file has a word." for number in range(40)]
     text = "".join(HEADING.format(path=path) + "\n".join(lines) + "\n\n" for path in ("a.py", "sub/b.py"))
-    before, ids = (
-        tokenizer("x", add_special_tokens=False).input_ids,
-        tokenizer(text, add_special_tokens=False).input_ids,
-    )
+    before, ids = (tokenizer(words, add_special_tokens=False).input_ids for words in ("x", text))
     target = text.rindex("Line 21 of")
     at = len(tokenizer(text[:target], add_special_tokens=False).input_ids)
     received = torch.zeros(len(before) + len(ids))
@@ -102,10 +99,8 @@ def test_passages_have_their_page():
 def test_no_text_no_evidence(tmp_path):
     document = read("llama", "h2o", text_of(160))
     document.save(tmp_path / "text.locret", text=False)
-    assert (
-        load(tmp_path / "text.locret", "h2o", "llama").ask("Who came in?", max_new_tokens=4, evidence=True).evidence
-        == []
-    )
+    loaded = load(tmp_path / "text.locret", "h2o", "llama")
+    assert loaded.ask("Who came in?", max_new_tokens=4, evidence=True).evidence == []
 
 
 def test_a_cache_without_sums_says_none():
@@ -113,12 +108,7 @@ def test_a_cache_without_sums_says_none():
     cache = BoundedCache(24, "snapkv")
     prefill(model, [1, 2, 3, 4], cache)
     assert cache.attention_received() is None
-    answer = Answer(
-        model,
-        tokenizer,
-        [1, 2, 3, 4, 5],
-        BoundedCache(24, "snapkv"),
-        max_new_tokens=2,
-        search=EvidenceSearch(tokenizer, [1, 2, 3, 4, 5], (0, 3)),
-    )
+    ids = [1, 2, 3, 4, 5]
+    search = EvidenceSearch(tokenizer, ids, (0, 3))
+    answer = Answer(model, tokenizer, ids, BoundedCache(24, "snapkv"), max_new_tokens=2, search=search)
     assert answer.evidence == []

@@ -67,12 +67,10 @@ def test_prompts_are_the_published_ones(tmp_path):
     )
     assert get("longbook_choice_eng").prompt.endswith("\nB. x\nC. y\nD. z\n\nThe letter of the correct answer is")
     assert get("longbook_choice_eng").answer == ["y", "C"] and get("code_debug").answer == ["g", "B"]
-    assert get("math_find").prompt.startswith(
-        "What is the second largest number in the following list?\n\n[1, 2]\n\nThe"
-    )
-    assert get("code_run").prompt.startswith("There is a function called func_12 in") and get(
-        "code_run"
-    ).prompt.endswith("Please compute the exact value of func_12(-3). The value of func_12(-3) is")
+    found, run = get("math_find").prompt, get("code_run").prompt
+    assert found.startswith("What is the second largest number in the following list?\n\n[1, 2]\n\nThe")
+    assert run.startswith("There is a function called func_12 in")
+    assert run.endswith("Please compute the exact value of func_12(-3). The value of func_12(-3) is")
 
 
 LEVAL = [
@@ -187,10 +185,8 @@ def test_a_file_of_questions_is_a_task(tmp_path):
         assert 490 <= size <= 512 and example.cut and example.prompt.startswith("<|im_start|>")
     assert get_metric(task.metric)("It was Ann.", made[0].answer, {}) == {"contains": 1.0, "f1": 0.5}
     assert find_tasks([path], metric="qa_f1")[0].metric == "qa_f1"
-    for metric, said in (
-        ("contain", "metric='contain' is unknown. Did you mean 'contains'"),
-        ("gsm8k", "metric=gsm8k needs more than"),
-    ):
+    wrong = {"contain": "'contain' is unknown. Did you mean 'contains'", "gsm8k": "metric=gsm8k needs more than"}
+    for metric, said in wrong.items():
         with pytest.raises(ValueError, match=said):
             find_tasks([path], metric=metric)
     with pytest.raises(ValueError, match="metric=qa_f1 is for files of questions, and tasks=passkey has none"):
@@ -202,11 +198,7 @@ def test_a_file_of_questions_that_is_none_is_refused(tmp_path):
     write(tmp_path, "mine", {"context": "c", "question": "q", "answer": "a"}, {"summary": "s"})
     for names, error, said in (
         (["there/mine.jsonl"], FileNotFoundError, "task=there/mine.jsonl: there is no such file"),
-        (
-            [str(tmp_path / "mine.jsonl")],
-            ValueError,
-            r"mine.jsonl: record 1: no known schema has the keys \['summary'\]",
-        ),
+        ([str(tmp_path / "mine.jsonl")], ValueError, r"mine.jsonl: record 1: no known schema has the keys"),
         (["a/mine.jsonl", "fidelity:b/mine.jsonl"], ValueError, "tasks=a/mine.jsonl and b/mine.jsonl have one name"),
     ):
         with pytest.raises(error, match=said):
@@ -220,9 +212,8 @@ def test_errors_name_file_folder_and_field(tmp_path, monkeypatch):
         raise ConnectionError("no connection")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(
-        FileNotFoundError, match=r"task=leval.tpo: no tpo\{.json,.jsonl,.parquet\} in .*no connection; get hf://.*tpo"
-    ):
+    said = r"task=leval.tpo: no tpo\{.json,.jsonl,.parquet\} in .*no connection; get hf://.*tpo"
+    with pytest.raises(FileNotFoundError, match=said):
         find_tasks(["leval.tpo"], data=[str(tmp_path)])
     with pytest.raises(FileNotFoundError, match="data=nowhere is no folder"):
         find_tasks(["leval.tpo"], data=["nowhere"])

@@ -18,18 +18,11 @@ from hypothesis import strategies as st
 from tiny_text import tiny_tokenizer
 
 from locret_kit.evals.metrics import get_metric
-from locret_kit.evals.tasks import (
-    ALIASES,
-    HAYSTACK_TASKS,
-    REAL_TEXT_TASKS,
-    STANDALONE_TASKS,
-    find_tasks,
-    known_tasks,
-)
+from locret_kit.evals.tasks import ALIASES, HAYSTACK_TASKS, REAL_TEXT_TASKS, STANDALONE_TASKS, find_tasks, known_tasks
 from locret_kit.evals.tasks.synthetic_tasks import find, insert
 from locret_kit.evals.tasks.task import Example, count_ids, spread_depth
 from locret_kit.samples import overlap
-from locret_kit.samples.haystack import WORDINGS, load_text
+from locret_kit.samples.haystack import ENDINGS, WORDINGS, load_text
 from locret_kit.samples.synthetic import FACTS, HELD_FACTS, WORDS, synthetic_sample
 from locret_kit.text.template import render_prompt
 
@@ -57,10 +50,7 @@ def test_lengths_are_met_within_one_per_cent(name, chat):
 def test_an_open_question_has_no_first_words_of_its_answer(name):
     (task,) = find_tasks([name], haystacks=["pydoc"])
     for chat, said in (("never", "open"), ("always", "open chat")):
-        made, plain = (
-            task.make(Example(task, tiny_tokenizer(), 1024, 1, chat=chat, ending=ending))
-            for ending in ("open", "infinitebench")
-        )
+        plain, made = (task.make(Example(task, tiny_tokenizer(), 1024, 1, chat=chat, ending=one)) for one in ENDINGS)
         size = count_ids(tiny_tokenizer(), made.prompt, made.special)
         assert made.extra["ending"] == said and 0.9 * 1024 <= size <= 1024 and made.answer == plain.answer
         assert plain.prompt.endswith((" is", "number", "=", "counted", "figure"))
@@ -313,10 +303,8 @@ def test_a_haystack_that_cannot_be_read_is_refused(tmp_path, name, data, said):
 
 def test_a_haystack_lacks_mark_and_foreign_line_ends(tmp_path):
     """As in a text that is read: they are neither words nor tokens of their own."""
-    for name, data in (
-        ("mark.txt", b"\xef\xbb\xbfThe\r\nboats\r"),
-        ("mark.txt.gz", gzip.compress(b"\xef\xbb\xbfThe\nboats\n")),
-    ):
+    zipped = gzip.compress(b"\xef\xbb\xbfThe\nboats\n")
+    for name, data in (("mark.txt", b"\xef\xbb\xbfThe\r\nboats\r"), ("mark.txt.gz", zipped)):
         (tmp_path / name).write_bytes(data)
         assert load_text(str(tmp_path / name)) == "The\nboats\n"
 

@@ -70,9 +70,8 @@ def test_the_harness_looks_for_its_marks_in_the_answer_alone(monkeypatch):
 
 def test_samples_of_training_are_rendered_with_thoughts_or_without():
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (
-        "{% if enable_thinking is false %}/no_think {% endif %}{% for m in messages %}[{{ m.content }}]{% endfor %}"
-    )
+    shown = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    tokenizer.chat_template = "{% if enable_thinking is false %}/no_think {% endif %}" + shown
     messages = [{"role": "user", "content": "How deep?"}, {"role": "assistant", "content": "7 m"}]
     for think, begin in ((None, "["), (True, "["), (False, "/no_think [")):
         setattr(tokenizer, DEFAULTS, thinking_arguments(tokenizer, think, None))

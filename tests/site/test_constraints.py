@@ -47,13 +47,8 @@ def pins(text: str, python: str, system: str) -> dict[str, Version]:
 @cache
 def requirements() -> list[tuple[str, Version, Requirement]]:
     """Name and release of what is installed here, and each of its requirements; torch's Triton by the table."""
-    here = [(x.metadata, x.requires or ()) for x in distributions()]
-    found = [
-        (x["Name"], Version(x["Version"]), Requirement(line))
-        for x, lines in here
-        for line in lines
-        if "extra ==" not in line
-    ]
+    asked = ((x.metadata, line) for x in distributions() for line in x.requires or () if "extra ==" not in line)
+    found = [(x["Name"], Version(x["Version"]), Requirement(line)) for x, line in asked]
     return found + [("torch", Version(torch), Requirement(f"triton=={triton}")) for torch, triton in TRITON.items()]
 
 
@@ -83,9 +78,6 @@ def test_another_pin_is_a_conflict():
 def test_every_direct_dependency_is_pinned():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    direct = {
-        Requirement(line).name
-        for line in sum((extras[name] for name in extras if name != "vllm"), project["dependencies"])
-    }
+    lines = sum((extras[name] for name in extras if name != "vllm"), project["dependencies"])
     here = pins((ROOT / "constraints.txt").read_text(), "3.11.2", "Linux")
-    assert {canonicalize_name(name) for name in direct} - {"locret-kit"} <= set(here)
+    assert {canonicalize_name(Requirement(line).name) for line in lines} - {"locret-kit"} <= set(here)

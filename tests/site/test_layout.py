@@ -24,9 +24,8 @@ def test_every_package_is_installed(monkeypatch):
     roots = {"locret_kit": ROOT, "locret_kernels": ROOT / "kernels"}
     files = [(base, file) for package, base in roots.items() for file in (base / package).rglob("*.py")]
     found = {".".join(file.parent.relative_to(base).parts) for base, file in files}
-    assert sorted(given["packages"]) == sorted(found | {"locret_recipes", "locret_examples", "locret_demo"}), (
-        "a folder lacks its __init__.py"
-    )
+    # Otherwise a folder lacks its __init__.py.
+    assert sorted(given["packages"]) == sorted(found | {"locret_recipes", "locret_examples", "locret_demo"})
     for package in set(given["packages"]) - {"locret_demo"}:  # which holds no code
         top, *rest = package.split(".")
         assert ROOT.joinpath(given["package_dir"].get(top, top), *rest, "__init__.py").exists()

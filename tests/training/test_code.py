@@ -72,16 +72,12 @@ def test_answers_are_pythons_own(folder):
         found = {(fact.kind, fact.name, fact.of): fact.value for fact in file.facts}
         area, scaled = (getattr(module, f"area_{n}"), getattr(module, f"Ordered{n}").__dict__[f"scaled_{n}"])
         signatures = {f"area_{n}": inspect.signature(area), f"scaled_{n}": inspect.signature(scaled)}
-        wanted = {
-            ("default", name, key): repr(one.default)
-            for name, signature in signatures.items()
-            for key, one in signature.parameters.items()
-            if one.default is not inspect.Parameter.empty
-        }
-        wanted |= {
-            ("parameters", name, ""): ", ".join(key for key in signature.parameters if key != "self")
-            for name, signature in signatures.items()
-        }
+        wanted = {}
+        for name, signature in signatures.items():
+            wanted["parameters", name, ""] = ", ".join(key for key in signature.parameters if key != "self")
+            for key, one in signature.parameters.items():
+                if one.default is not inspect.Parameter.empty:
+                    wanted["default", name, key] = repr(one.default)
         for name in (f"Base{n}", f"Ordered{n}"):
             bases = [base.__name__ for base in getattr(module, name).__bases__]
             wanted["base" if len(bases) == 1 else "bases", name, ""] = ", ".join(bases)

@@ -80,9 +80,8 @@ def test_metadata_of_the_card(tmp_path):
 
 def test_a_hand_written_card_keeps_its_words_and_gets_what_it_lacks(tmp_path):
     source = save(tmp_path / "heads")
-    (source / "README.md").write_text(
-        "---\nlicense: mit\ntags: [mine]\nbase_model: lab/other\nlanguage: en\n---\n# My heads\n\nAs I say.\n"
-    )
+    facts = "license: mit\ntags: [mine]\nbase_model: lab/other\nlanguage: en\n"
+    (source / "README.md").write_text(f"---\n{facts}---\n# My heads\n\nAs I say.\n")
     write_release(make(), "me/heads", tmp_path / "r", source)
     given, prose = read_card(tmp_path / "r" / "README.md")
     assert (given["license"], given["tags"], given["language"]) == ("mit", ["mine"], "en")
@@ -110,10 +109,8 @@ def test_the_shipped_heads_can_be_published(tmp_path, name):
     assert json.loads((tmp_path / "config.json").read_text())["backbone"] == SHIPPED[name][0]
     given, prose = read_card(tmp_path / "README.md")
     base_model, license = SHIPPED[name]
-    assert (given["base_model"], given["license"]) == (
-        base_model.partition(":")[0],
-        license,
-    ) and "## How they were trained" in prose
+    assert (given["base_model"], given["license"]) == (base_model.partition(":")[0], license)
+    assert "## How they were trained" in prose
     ours, theirs = (RetainingHeads.from_pretrained(str(path)).state_dict() for path in (shipped, tmp_path))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -178,16 +175,11 @@ def test_no_local_path_is_published(tmp_path):
     training["data"]["sources"] += ["priv/acme/d.jsonl", "acme/e.jsonl"]
     training |= {"out": "acme/run", "pool": {"policy": "h2o merge=lococo(/home/acme/pool)"}}
     (source / "training.json").write_text(json.dumps(training))
-    row = {
-        **ROWS[0],
-        "model": "/home/acme/tiny",
-        "adapter": "/home/acme/lora",
-        "error": "OSError: '/home/acme/x' is gone",
-    }
+    error = "OSError: '/home/acme/x' is gone"
+    row = {**ROWS[0], "model": "/home/acme/tiny", "adapter": "/home/acme/lora", "error": error}
     (source / "results.jsonl").write_text(json.dumps(row) + "\n")
-    write_release(
-        make(replace(CONFIG, backbone="/home/acme/tiny")), "me/heads", tmp_path / "r", source, base_model="lab/tiny"
-    )
+    heads = make(replace(CONFIG, backbone="/home/acme/tiny"))
+    write_release(heads, "me/heads", tmp_path / "r", source, base_model="lab/tiny")
     for file in (tmp_path / "r").iterdir():
         assert b"acme" not in file.read_bytes(), file.name
     published = json.loads((tmp_path / "r" / "results.jsonl").read_text())

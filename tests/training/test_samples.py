@@ -166,26 +166,22 @@ def test_half_a_character_is_a_question_mark_and_a_mark_at_the_beginning_is_none
         assert list(read_records(tmp_path / name)) == [{"instruction": "a ? b", "output": "\U0001f389"}]
 
 
-def test_read_errors(tmp_path):
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"a": 1}\n\n{"a": \n')
-    with pytest.raises(ValueError, match=r"bad\.jsonl, line 3 is not JSON"):
-        list(read_records(bad))
-    (tmp_path / "bad.json").write_text('{"a": 1,\n "b": }')
-    with pytest.raises(ValueError, match=r"bad\.json is not JSON: .*line 2"):
-        list(read_records(tmp_path / "bad.json"))
-    (tmp_path / "two.json").write_text('[{"a": 1}]\n[{"a": 2}]')
-    with pytest.raises(ValueError, match=r"two\.json: text after the array's end: '\["):
-        list(read_records(str(tmp_path / "two.json")))
-    bad.write_text('{"a": 1}\n' + "[" * 200_000 + "\n")
-    with pytest.raises(ValueError, match=r"bad\.jsonl, line 2 is n"):
-        list(read_records(bad))
-    (tmp_path / "latin.jsonl").write_bytes('{"a": "\xe9"}'.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin\.jsonl is not UTF-8"):
-        list(read_records(tmp_path / "latin.jsonl"))
-    (tmp_path / "cut.parquet").write_bytes(b"PAR1 and no more")
-    with pytest.raises(ValueError, match=r"cut\.parquet cannot be read"):
-        list(read_records(tmp_path / "cut.parquet"))
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("bad.jsonl", b'{"a": 1}\n\n{"a": \n', r"bad\.jsonl, line 3 is not JSON"),
+        ("bad.json", b'{"a": 1,\n "b": }', r"bad\.json is not JSON: .*line 2"),
+        ("two.json", b'[{"a": 1}]\n[{"a": 2}]', r"two\.json: text after the array's end: '\["),
+        ("deep.jsonl", b'{"a": 1}\n' + b"[" * 200_000 + b"\n", r"deep\.jsonl, line 2 is n"),
+        ("latin.jsonl", b'{"a": "\xe9"}', r"latin\.jsonl is not UTF-8"),
+        ("cut.parquet", b"PAR1 and no more", r"cut\.parquet cannot be read"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_read_errors(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        list(read_records(tmp_path / name))
     with pytest.raises(FileNotFoundError, match="missing.jsonl does not exist"):
         read_records(tmp_path / "missing.jsonl")
 

@@ -6,7 +6,7 @@ import json
 import os
 import random
 from collections import Counter
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 
 import datasets
@@ -22,12 +22,7 @@ from locret_kit.cli.train import main
 from locret_kit.config.train_options import DataConfig
 from locret_kit.samples import Sample, encode_chat, read_records, to_messages
 from locret_kit.samples.haystack import load_text
-from locret_kit.samples.synthetic import (
-    FACTS,
-    HELD_FACTS,
-    WORDS,
-    make_fact,
-)
+from locret_kit.samples.synthetic import FACTS, HELD_FACTS, WORDS, make_fact
 from locret_kit.training import data as data_module
 from locret_kit.training.data import Samples, Share
 from locret_kit.training.module import HeadTraining
@@ -182,9 +177,8 @@ def test_slices_of_one_text_that_overlap_are_validated_and_trained_on(tmp_path):
 
 def test_questions_about_one_text_are_one_line(tmp_path):
     source = jsonl(tmp_path / "one.jsonl", [record(0, f"Question {q}?") for q in range(20)])
-    with pytest.raises(
-        ValueError, match=r"at most 0 can be: 19 of 20 records repeat the text of others, .* 0 trains on all"
-    ):
+    words = r"at most 0 can be: 19 of 20 records repeat the text of others, .* 0 trains on all"
+    with pytest.raises(ValueError, match=words):
         samples_of(source, val_samples=8)
     assert len(samples_of(source, val_samples=0).sources[source].trained) == 20
 
@@ -211,9 +205,8 @@ def test_each_epoch_visits_each_record_once_in_an_order_of_the_seed_alone(tmp_pa
     assert all(len(epoch) == len(set(epoch)) and set(epoch) == rest for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
     again, other = samples_of(elsewhere, val_samples=3), samples_of(source, seed=1, val_samples=3)
-    assert [number_of(again[i]) for i in reversed(range(60))] == order[::-1], (
-        "not of the path, nor of what was asked before"
-    )
+    # Neither of the path nor of what was asked before.
+    assert [number_of(again[i]) for i in reversed(range(60))] == order[::-1]
     assert [number_of(other[i]) for i in range(60)] != order
     assert [number_of(sample) for sample in again.held] == [number_of(sample) for sample in samples.held]
 
@@ -299,9 +292,7 @@ def test_ranks_and_workers_share_a_stream(streamed, tmp_path):
     for rank in (0, 1):
         share = Share(module, 4, rank, 2, per_step=2)
         steps = iter(DataLoader(share, batch_size=None, sampler=count(), num_workers=2))
-        seen += [
-            number_of(sample) for _, step in zip(range(11), steps, strict=False) for batch in step for sample in batch
-        ]
+        seen += [number_of(sample) for step in islice(steps, 11) for batch in step for sample in batch]
     assert len(set(seen)) == len(seen) == 44
     assert sorted(seen) == sorted(number_of(module[i]) for i in range(4, 48))
 
@@ -321,9 +312,8 @@ def test_a_stream_s_broken_lines_and_useless_blocks_are_named_and_passed(streame
 def test_more_validation_than_a_stream_has_is_one_line(streamed, tmp_path):
     source = jsonl(tmp_path / "rows.jsonl", [record(n) for n in range(20)])
     assert len(samples_of(source, val_samples=19).held) == 19
-    with pytest.raises(
-        ValueError, match=r"data\.val_samples=20 sets 20 samples of '.*' aside, where at most 19 can be: a text"
-    ):
+    words = r"data\.val_samples=20 sets 20 samples of '.*' aside, where at most 19 can be: a text"
+    with pytest.raises(ValueError, match=words):
         samples_of(source, val_samples=20)
 
 

@@ -53,10 +53,8 @@ def test_a_loss_of_ones_own_is_weighed_by_slot_or_counts_as_it_is(tmp_path, redu
     predicted, target = torch.randn(1, 2, 20), torch.randn(1, 2, 20)
     weights = dict(top_fraction=0.1, top_weight=7.0, smoothing=0.5)
     got, smooth = cis_loss(predicted, target, loss=parse_loss(f"{name}(3)"), **weights)
-    each = [
-        [abs(p - t) ** 3 for p, t in zip(*rows, strict=True)]
-        for rows in zip(predicted[0].tolist(), target[0].tolist(), strict=True)
-    ]
+    both = zip(predicted[0].tolist(), target[0].tolist(), strict=True)
+    each = [[abs(p - t) ** 3 for p, t in zip(*rows, strict=True)] for rows in both]
     if reduced:
         want = max(map(max, each))
     else:
@@ -88,11 +86,8 @@ def test_a_run_learns_by_a_loss_from_a_file(backbone, tmp_path, capsys):
 
 
 def test_the_unit_of_scores_is_said():
-    units = [
-        unit_of(load_config([*TINY, *words.split()]))
-        for words in ("target.kind=logit", "target.kind=log_prob", "loss.kind=smooth_l1(beta=0.5)")
-    ]
-    assert units == ["logit", "log_prob", "log_prob"]
+    words = ("target.kind=logit", "target.kind=log_prob", "loss.kind=smooth_l1(beta=0.5)")
+    assert [unit_of(load_config([*TINY, word])) for word in words] == ["logit", "log_prob", "log_prob"]
 
 
 def test_heads_of_a_form_that_there_was_are_refused(tmp_path):

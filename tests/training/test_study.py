@@ -48,10 +48,7 @@ def test_a_passage_is_studied():
     ("written", "found"),
     [
         ("Question: Who?\nAnswer: He.", ("Who?", "He.")),
-        (
-            "Sure!\n\nQuestion:  Who is it?  \n\nAnswer:  He, the mayor.\nQuestion: More?",
-            ("Who is it?", "He, the mayor."),
-        ),
+        ("Sure!\n\nQuestion:  Who?  \n\nAnswer:  He, the mayor.\nQuestion: More?", ("Who?", "He, the mayor.")),
         ("Question: What does the passage say?\nAnswer: This.", None),
         ("Question: Who?", None),
         ("Question: \nAnswer: He.", None),
@@ -115,14 +112,12 @@ def test_answers_are_the_backbones_and_kept(backbone, tmp_path):
 def test_a_training_by_self_study(backbone, tmp_path, monkeypatch):
     (tmp_path / "stones.txt").write_text(TEXT)
     monkeypatch.setattr(Writer, "_answer", lambda self, prompt: answer(prompt))
-    words = [
-        "recipe=tiny",
-        f"backbone.model={backbone}",
-        "data.max_tokens=3000",
+    words = ["recipe=tiny", f"backbone.model={backbone}", "data.max_tokens=3000", "data.val_samples=1"]
+    words += [
         "trainer.accelerator=cpu",
-        "data.val_samples=1",
+        f"data.sources=['self-study({tmp_path / 'stones.txt'}, 6)']",
+        f"out={tmp_path / 'run'}",
     ]
-    words += [f"data.sources=['self-study({tmp_path / 'stones.txt'}, 6)']", f"out={tmp_path / 'run'}"]
     assert main([*words, "optim.steps=2"]) == 0
     lines = (tmp_path / "run" / "written.jsonl").read_text()
     monkeypatch.setattr(Writer, "_answer", lambda self, prompt: pytest.fail("it was written before"))

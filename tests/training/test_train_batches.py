@@ -107,10 +107,8 @@ def test_accumulated_samples_count_as_their_mean(backbone, tmp_path):
 
 def test_a_backbone_of_half_precision_follows_the_curve(backbone, tmp_path):
     """The heads stay in float32, so nothing has to be scaled against underflow."""
-    exact, half = (
-        train(backbone, tmp_path / dtype, "optim.steps=4", f"backbone.dtype={dtype}")
-        for dtype in ("float32", "bfloat16")
-    )
+    kinds = ("float32", "bfloat16")
+    exact, half = (train(backbone, tmp_path / one, "optim.steps=4", f"backbone.dtype={one}") for one in kinds)
     assert exact["loss"] != half["loss"]
     for tag in ("loss", "val/loss"):
         assert list(half[tag].values()) == pytest.approx(list(exact[tag].values()), rel=0.02)

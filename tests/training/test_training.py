@@ -50,10 +50,7 @@ def test_it_learns_and_exports(backbone, tmp_path, capsys):
     assert [*losses] == [*recalls] == [10, 20, 26]
     assert losses[26] < 0.9 * losses[10]
     assert json.loads((tmp_path / "heads" / "training.json").read_text())["recall"] == round(recalls[26], 4)
-    folder, file = (
-        RetainingHeads.from_pretrained(str(tmp_path / "heads")),
-        RetainingHeads.from_pretrained(str(tmp_path / "heads.pt")),
-    )
+    folder, file = (RetainingHeads.from_pretrained(str(tmp_path / name)) for name in ("heads", "heads.pt"))
     assert folder.config == file.config
     assert folder.config.backbone == str(backbone)
     assert folder.config.inference["budget"] == 128
@@ -245,15 +242,13 @@ def test_errors_are_one_line(backbone, tmp_path, capsys, monkeypatch):
     bad, text = jsonl(tmp_path / "bad.jsonl", [BAD[2][0]]), tmp_path / "book.txt"
     text.write_text("The harbour was quiet. ")
     monkeypatch.setattr(fit, "load_backbone", None)  # all is said before weights are loaded
+    known = [*SETTINGS, f"backbone.model={backbone}"]
     for arguments, said in (
         ([*SETTINGS, "backbone.model=checkpoints/nothing"], "no such folder"),
-        ([*SETTINGS, f"backbone.model={backbone}", "data.sources=[nowhere.jsonl]"], "nowhere.jsonl"),
-        ([*SETTINGS, f"backbone.model={backbone}", f"data.sources=[{bad}]", "data.num_workers=1"], "no assistant turn"),
-        (
-            [*SETTINGS, f"backbone.model={backbone}", f"data.sources=[{text}]"],
-            "text without questions goes to data.texts",
-        ),
-        ([*SETTINGS, f"backbone.model={backbone}", f"data.texts=[{bad}]"], "data.texts: "),
+        ([*known, "data.sources=[nowhere.jsonl]"], "nowhere.jsonl"),
+        ([*known, f"data.sources=[{bad}]", "data.num_workers=1"], "no assistant turn"),
+        ([*known, f"data.sources=[{text}]"], "text without questions goes to data.texts"),
+        ([*known, f"data.texts=[{bad}]"], "data.texts: "),
     ):
         assert said in refused(capsys, *arguments, f"out={tmp_path}")
     taken = [*SETTINGS, "backbone.model=checkpoints/nothing", f"out={bad}"]
@@ -272,10 +267,8 @@ def test_samples_beyond_the_window_are_said(tmp_path, capsys):
     assert "data.max_tokens=1024 must be at most the window of" in refused(capsys, *learned, "data.max_tokens=1024")
     short = save_tiny_backbone(tmp_path / "short", max_position_embeddings=256)
     assert train(short, tmp_path / "long", "optim.steps=1", "trainer.val_every=2") == 0
-    assert (
-        f"data.max_tokens=512 must be at most the window of {short}, 256, otherwise heads learn"
-        in capsys.readouterr().err
-    )
+    said = f"data.max_tokens=512 must be at most the window of {short}, 256, otherwise heads learn"
+    assert said in capsys.readouterr().err
 
 
 def test_a_loss_that_is_no_number_ends_the_run_before_it_spoils_the_heads(tmp_path, capsys):
