@@ -97,11 +97,9 @@ def write_release(
     beside = best_of(folder).resolve() if folder and folder.is_dir() else None
     given, prose = read_card(beside / CARD) if beside else ({}, "")
     given |= {"license": license} if license else {}
-    config = replace(
-        heads.config,
-        backbone=_hub_name("base_model", base_model or given.get("base_model"), heads.config.backbone),
-        adapter=heads.config.adapter and _hub_name("adapter", adapter, heads.config.adapter),
-    )
+    backbone = _hub_name("base_model", base_model or given.get("base_model"), heads.config.backbone)
+    adapter = heads.config.adapter and _hub_name("adapter", adapter, heads.config.adapter)
+    config = replace(heads.config, backbone=backbone, adapter=adapter)
     released = RetainingHeads(config)
     released.load_state_dict(heads.state_dict())
     released.save_pretrained(target)

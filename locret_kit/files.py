@@ -226,21 +226,17 @@ def read_utf8(stream: BinaryIO, block: int = 1 << 16, first: bytes = b"") -> Ite
     """
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
     decoder, offset, begun = codecs.getincrementaldecoder("utf-8")(), 0, False
-    data = first or stream.read(block)
+    data, wrong = first or stream.read(block), "the text is not UTF-8: byte"
     while True:
         unread = len(decoder.getstate()[0])
         try:
             text = decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
             at, byte = offset - unread + error.start, error.object[error.start]
-            raise ValueError(
-                f"the text is not UTF-8: byte {at} is {byte:#04x}; if it is text, save it as UTF-8"
-            ) from None
+            raise ValueError(f"{wrong} {at} is {byte:#04x}; if it is text, save it as UTF-8") from None
         if odd := re.search("\0|\x1b[$][@AB()]", text):  # neither is in text for people; both decode
             kind = "UTF-16 without its mark, or no text" if odd[0] == "\0" else "ISO-2022"
-            raise ValueError(
-                f"the text is not UTF-8: byte {offset - unread + len(text[: odd.start()].encode())} is as in {kind}"
-            )
+            raise ValueError(f"{wrong} {offset - unread + len(text[: odd.start()].encode())} is as in {kind}")
         offset += len(data)
         yield newlines.decode(text if begun else text.removeprefix("\ufeff"), final=not data)
         if not data:
@@ -259,10 +255,8 @@ def write_folder(folder: Path, config: dict[str, object], state: dict[str, Tenso
     def both(settings: Path) -> None:
         def weights(path: Path) -> None:
             save_file(state, path, metadata={CONFIG: json.dumps(config)})  # of two, any may come first
-            settings.write_text(
-                json.dumps({**config, HASH: hashlib.sha256(path.read_bytes()).hexdigest()}, indent=2) + "\n",
-                encoding="utf-8",
-            )
+            whole = {**config, HASH: hashlib.sha256(path.read_bytes()).hexdigest()}
+            settings.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
 
         write_beside(folder / WEIGHTS, weights)
 

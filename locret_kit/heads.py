@@ -177,9 +177,7 @@ class HeadsConfig:
     def __post_init__(self) -> None:
         validate_fields(self)
         if self.sizes is not None and (len(self.sizes) != self.n_layers or any(len(one) != 4 for one in self.sizes)):
-            raise ValueError(
-                f"sizes: {len(self.sizes)} must be {self.n_layers} lists of four numbers, one for each layer"
-            )
+            raise ValueError(f"sizes: {len(self.sizes)} must be {self.n_layers} lists of four numbers, one a layer")
         known = {**annotations_of(RunSettings), "policy": str | None}
         for name, value in self.inference.items():
             if name not in known:

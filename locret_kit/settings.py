@@ -170,12 +170,9 @@ class RunSettings:
             local_len = min(64, budget // 4) if theirs.local_len is None else int(theirs.local_len * min(1.0, factor))
         if self.one_shot:
             chunk, stabilizers, local_len = prompt_length or 1, 0, 0
-        return Resolved(
-            **asdict(self.run)
-            | {"budget": budget, "chunk": chunk, "stabilizers": stabilizers, "local_len": local_len}
-            | {"positions": self.positions or theirs.positions}
-            | {"share": asked if isinstance(asked, float) else getattr(self, "share", None)}
-        )
+        share = asked if isinstance(asked, float) else getattr(self, "share", None)
+        sizes = {"budget": budget, "chunk": chunk, "stabilizers": stabilizers, "local_len": local_len, "share": share}
+        return Resolved(**asdict(self.run) | sizes | {"positions": self.positions or theirs.positions})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,7 +104,7 @@ def run_config(config: EvalConfig, parts: EvalParts) -> dict[str, object]:
     out, path = Path(config.out), Path(config.out) / CONFIG
     if not (above := next(place for place in (out, *out.absolute().parents) if place.exists())).is_dir():
         raise ValueError(f"out={config.out}: {above} is no folder")
-    heads = parts.facts()
+    heads, holds = parts.facts(), f"out={config.out} holds"
     now = {**asdict(config), "model": parts.model, "adapter": parts.adapter, "heads": heads}
     before: dict[str, object] = {}
     if path.exists() and any(file.stat().st_size for file in out.glob("rows.*.jsonl")):
@@ -113,18 +113,14 @@ def run_config(config: EvalConfig, parts: EvalParts) -> dict[str, object]:
         for key in FROZEN_KEYS:
             then = before.get(key, defaults[key])
             if then != now[key]:
-                raise ValueError(
-                    f"out={config.out} holds rows with {key}={then}, not {key}={now[key]}: choose another out"
-                )
+                raise ValueError(f"{holds} rows with {key}={then}, not {key}={now[key]}: choose another out")
     known = before.get("heads") or {}
     assert isinstance(known, dict)
     for name, facts in heads.items():
         for what, value in facts.items():
             if known.get(name, facts)[what] != value:
-                raise ValueError(
-                    f"out={config.out} holds rows of heads {name} with {what}={known[name][what]}, not {what}={value}: "
-                    "choose another out"
-                )
+                theirs = f"rows of heads {name} with {what}={known[name][what]}"
+                raise ValueError(f"{holds} {theirs}, not {what}={value}: choose another out")
     return {**now, "heads": {**known, **heads}}
 
 

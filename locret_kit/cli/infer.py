@@ -66,7 +66,11 @@ def read_prompts(batch: Path) -> dict[str, tuple[Name, object]]:
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
             continue
-        value = value_of(line, number)
+        value: object = None
+        try:
+            value = parse_json(line, f"line {number}", strict=True)
+        except ValueError as error:
+            value = error
         name = value.get("id") if isinstance(value, dict) else None
         name = name if isinstance(name, str) or type(name) is int else number
         if (key := key_of(name)) in prompts:
@@ -76,14 +80,6 @@ def read_prompts(batch: Path) -> dict[str, tuple[Name, object]]:
     if not prompts:
         raise ValueError(f"batch={str(batch)!r} holds no prompts")
     return prompts
-
-
-def value_of(line: bytes, number: int) -> object:
-    """A line's value, or the ValueError that says why there is none."""
-    try:
-        return parse_json(line, f"line {number}", strict=True)
-    except ValueError as error:
-        return error
 
 
 def key_of(name: object) -> str:

@@ -59,11 +59,8 @@ class ModelChoice:
     def names(self) -> dict[str, str]:
         """Names to write into a file: as given, but only the last part of an absolute path."""
         recorded = self.heads.config.adapter if self.heads else None
-        names = {
-            "model": self.backbone,
-            "heads": self.policy.heads_for(self.ckpt),
-            "adapter": self.adapter or (recorded and "none"),
-        }
+        names = {"model": self.backbone, "heads": self.policy.heads_for(self.ckpt)}
+        names["adapter"] = self.adapter or (recorded and "none")
         return {what: Path(name).name if Path(name).is_absolute() else name for what, name in names.items() if name}
 
     @property
@@ -283,9 +280,8 @@ def open_document(
         loaded, tokenizer = chosen.load(replace(args, dtype=dtype, weight_bits=bits))
     except FileNotFoundError as error:
         theirs = ", ".join(f"{what} {name!r}" for what, name in about.names.items())
-        raise FileNotFoundError(
-            f"{error}. {path} was read with {theirs}: give their places with --model and --ckpt"
-        ) from error
+        advice = "give their places with --model and --ckpt"
+        raise FileNotFoundError(f"{error}. {path} was read with {theirs}: {advice}") from error
     needed = chosen.heads if saved.heads else None
     document = Document.load(path, loaded, tokenizer, needed, args.policy, force=force)
     return document, replace(chosen, policy=document.cache.policy)

@@ -40,17 +40,13 @@ def main(argv: list[str] | None = None) -> int:
     except RuntimeError as error:  # torch.OutOfMemoryError is one; on a CPU the allocator's is of no kind of its own
         if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator: " not in str(error):
             raise
-        raise OSError(out_of_memory(str(error), cfg)) from error
+        said = str(error).splitlines()[0].replace("[enforce fail at alloc_cpu.cpp", "out of memory [alloc_cpu.cpp")
+        size = f"data.max_tokens={cfg.data.max_tokens} and data.batch={cfg.data.batch}"
+        raise OSError(f"{said}, with {size}; resume=auto continues") from error
     if folder is not None:
         flags = pool_flags(cfg, folder) if cfg.trains == "pool" else f"--ckpt {folder}"
         print(f"{cfg.trains}: {folder}\ntry:   locret-infer {flags} --question 'What is ...?' < long.txt")
     return 0
-
-
-def out_of_memory(message: str, cfg: TrainConfig) -> str:
-    """One line for PyTorch's out-of-memory error."""
-    first = message.splitlines()[0].replace("[enforce fail at alloc_cpu.cpp", "out of memory [alloc_cpu.cpp")
-    return f"{first}, with data.max_tokens={cfg.data.max_tokens} and data.batch={cfg.data.batch}; resume=auto continues"
 
 
 def pool_flags(cfg: TrainConfig, folder: Path) -> str:

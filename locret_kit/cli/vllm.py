@@ -63,9 +63,7 @@ def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
     policy = args.policy or (untrained() if alone else None)
     chosen = resolve_choice(args.ckpt, args.model, None, policy, args)
     if chosen.adapter is not None:
-        raise ValueError(
-            f"adapter={chosen.adapter!r}: vLLM takes weights as they are; merge the adapter into the backbone first"
-        )
+        raise ValueError(f"adapter={chosen.adapter!r}: vLLM takes weights as they are; merge it into the model first")
     if is_gguf(chosen.backbone):
         raise ValueError(
             f"model={chosen.backbone!r} is a GGUF file, which locret-serve runs: for vLLM name the float model"
@@ -139,9 +137,7 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
         total, options.kv_cache_memory_bytes = current_platform.get_device_total_memory(), Pages(each, sessions).bytes
         if options.kv_cache_memory_bytes > total:
             most = Pages.within(each, total).requests
-            raise ValueError(
-                f"sessions={sessions} must be at most {most}: {show(each)} each, of {show(total)} on this device"
-            )
+            raise ValueError(f"sessions={sessions} must be at most {most}: {show(each)} each, of {show(total)} here")
     return 0 if model.is_hybrid else each
 
 

@@ -182,7 +182,6 @@ INFER = Command(
     "[FILE] [--key value | key=value ...]",
     ("file", "question", "model", "ckpt", "budget", "policy", "max_new_tokens", "batch", "report", "quiet"),
     positional=("file",),
-    short={"-o": "--out"},
 )
 
 
@@ -314,7 +313,6 @@ READ = Command(
     "[FILE] [-o BOOK.locret] [--key value | key=value ...]",
     ("file", "out", "model", "ckpt", "budget", "policy", "append", "overwrite", "title", "quiet"),
     positional=("file",),
-    short={"-o": "--out"},
 )
 INFO = Command("locret-info", InfoOptions, "BOOK.locret [--json]", positional=("file",))
 ASK = Command(
@@ -325,11 +323,7 @@ ASK = Command(
     positional=("book", "question"),
 )
 KEPT = Command(
-    "locret-kept",
-    KeptOptions,
-    "BOOK.locret [-o PAGE.html] [--key value | key=value ...]",
-    positional=("file",),
-    short={"-o": "--out"},
+    "locret-kept", KeptOptions, "BOOK.locret [-o PAGE.html] [--key value | key=value ...]", positional=("file",)
 )
 
 

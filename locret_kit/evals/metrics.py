@@ -31,8 +31,6 @@ Answer = Any
 """The reference as the data set has it: a string, a number, or a list of accepted or required ones."""
 Extra = Mapping[str, Any]
 """Further needs of a metric, by name, such as a task's classes."""
-
-
 Scores = dict[str, float]
 CHINESE_PUNCTUATION = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣"  # noqa: RUF001
@@ -41,11 +39,7 @@ CHINESE_PUNCTUATION = (
 
 
 def library(name: str) -> ModuleType:
-    """A module of the `eval` extra.
-
-    Raises:
-        ImportError: it is not installed; says how to install it.
-    """
+    """A module of the `eval` extra. Raises ImportError where it is not installed; says how to install it."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -224,12 +218,7 @@ def rouge_jieba(output: str, answer: Answer, extra: Extra) -> Scores:
 def distance(output: str, answer: Answer, extra: Extra) -> Scores:
     """Nearness of two texts: ROUGE, BLEU, METEOR, and whether they are the same (RoCo, section 5.1)."""
     reference = str(as_list(answer)[0])
-    figures = {
-        **rouge(output, reference, extra),
-        "bleu": bleu(output, reference),
-        **meteor(output, reference),
-        "same": float(output == reference),
-    }
+    figures = {**reconstruction(output, reference, extra), **meteor(output, reference), "same": 0.0}
     # Equal texts are at no distance, also where they hold no word, or fewer words than BLEU's n-grams.
     return dict.fromkeys(figures, 1.0) if output == reference else figures
 
@@ -274,11 +263,7 @@ Metric = Callable[[str, Answer, Extra], Scores]
 
 
 def get_metric(name: str) -> Metric:
-    """The metric of a name.
-
-    Raises:
-        ValueError: an unknown name; suggests the nearest.
-    """
+    """The metric of a name. Raises ValueError for an unknown one; suggests the nearest."""
     check_name("metric", name, METRICS)
     return METRICS[name]
 
@@ -376,10 +361,8 @@ def gsm8k(output: str, answer: Answer, extra: Extra) -> Scores:
     output = re.split(r"Question:|</s>|<\|im_end\|>", output)[0]
     strict = re.search(r"#### (-?[0-9.,]+)", output)
     numbers = re.findall(r"-?[$0-9.,]{2,}|-?[0-9]+", output)
-    return {
-        "flexible": float(bool(numbers) and clean(numbers[-1]) == wanted),
-        "strict": float(strict is not None and clean(strict.group(1)) == wanted),
-    }
+    flexible = bool(numbers) and clean(numbers[-1]) == wanted
+    return {"flexible": float(flexible), "strict": float(strict is not None and clean(strict[1]) == wanted)}
 
 
 def _after_prefix(text: str, prefixes: Iterable[str], accepted: Iterable[str]) -> bool | None:
@@ -412,8 +395,7 @@ def bug_choice(output: str, answer: Answer, extra: Extra) -> Scores:
     text, (name, letter) = output.strip(), answer
     if text[:2] in (f"{letter}.", f"{letter}:"):
         return {"accuracy": 1.0}
-    text = spaced(text, "\n`'\"-*").replace("Option", " ").replace("option", " ")
-    text = re.sub(" +", " ", text)
+    text = re.sub("(?: |[Oo]ption)+", " ", spaced(text, "\n`'\"-*"))
     prefixes = ("answer is:", "is:", "answer:", "correct option is:")
     return {"accuracy": float(_after_prefix(text, prefixes, (letter, name)) or False)}
 
@@ -463,6 +445,5 @@ _BY_NAME: tuple[Metric, ...] = (
     last_integer, gsm8k, choice, bug_choice, leval_choice, leval_match, leval_math, leval_code, leval_judge, share_of_numbers,
     code_similarity, rouge, rouge_lsum, rouge_pltrdy, rouge_jieba, distance, reconstruction,
 )  # fmt: skip
-METRICS = {metric.__name__: metric for metric in _BY_NAME} | {
-    f"{metric.__name__}_first_line": of_first_line(metric) for metric in (qa_f1, classification, rouge_pltrdy)
-}
+METRICS = {metric.__name__: metric for metric in _BY_NAME}
+METRICS |= {f"{one.__name__}_first_line": of_first_line(one) for one in (qa_f1, classification, rouge_pltrdy)}

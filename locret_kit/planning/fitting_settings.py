@@ -18,14 +18,7 @@ from ..cache.bounded import BoundedCache
 from ..naming import show
 from ..policies import Policy
 from ..settings import Resolved
-from .inference_plan import (
-    BackboneSizes,
-    Plan,
-    Setting,
-    cache_bytes,
-    head_parameters,
-    plan_inference,
-)
+from .inference_plan import BackboneSizes, Plan, Setting, cache_bytes, head_parameters, plan_inference
 
 # ---- settings that fit a number of bytes ----
 

@@ -15,10 +15,8 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Annotated, Literal
 
 import torch
-from annotated_types import Ge
 from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ..backbones.gguf.gguf_model import AT_ONCE, UNPACKED
@@ -26,7 +24,7 @@ from ..backbones.patches import SLICE
 from ..backbones.probe import outlined
 from ..backbones.products import plain_projections
 from ..backbones.spec import BackboneSpec, UnsupportedArchitecture, decoder_of, field_of
-from ..backbones.weights import check_weight_bits, scratch_bytes, stored_bytes, suffix
+from ..backbones.weights import scratch_bytes, stored_bytes, suffix
 from ..cache.context import layer_rows
 from ..cache.due import PIECE, Schedule
 from ..cache.stages import TILE
@@ -36,12 +34,11 @@ from ..policies import Policy
 from ..policies.base import Recall
 from ..policies.grammar import parse_policy
 from ..settings import INT32_MAX, Resolved, RunSettings
-from ..validation import build, validate
+from ..validation import build
 
 # ---- sizes of a backbone ----------------------------------------------------------------------------------------------
 
 
-Dtype = Literal["bfloat16", "float16", "float32"]
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -72,16 +69,9 @@ class BackboneSizes:
             weights += config.vocab_size * hidden
         gguf = getattr(config, "gguf", None) or {}
         projections = [getattr(layer, "self_attn", None) for layer in getattr(decoder_of(model), "layers", ())]
-        return cls(
-            outlined(model),
-            config.vocab_size,
-            hidden,
-            inter,
-            weights,
-            gguf.get("packed_bytes"),
-            gguf.get("plain_numbers", 0),
-            not gguf and bool(projections) and all(map(plain_projections, projections)),
-        )
+        projects = not gguf and bool(projections) and all(map(plain_projections, projections))
+        packed, plain = gguf.get("packed_bytes"), gguf.get("plain_numbers", 0)
+        return cls(outlined(model), config.vocab_size, hidden, inter, weights, packed, plain, projects)
 
     @property
     def fused(self) -> bool:
@@ -104,10 +94,6 @@ class BackboneSizes:
             return self.parameters * item
         layer = sum(item * inputs * out - stored_bytes(inputs, out, bits) for inputs, out in self.matrices)
         return self.parameters * item - self.spec.n_layers * layer
-
-    def stream(self, T: int) -> int:
-        """Elements alive through a whole layer: embeddings, residual, normalised hidden states."""
-        return 3 * T * self.hidden
 
     def mlp(self, T: int, item: int, bits: int | None) -> int:
         """Bytes alive at the MLP's widest moment: the layer's input and the memory of the first slice. From the second slice on,
@@ -181,9 +167,8 @@ def recall_phases(
     H, Q, D, wide = spec.n_kv_heads, spec.n_heads, spec.head_dim, max(item, 4)
     seen = rows + recall.take * recall.size
     keys = rows + recall.representatives * recall.count(Q // H) * stored_blocks(recall, context)
-    copies = (
-        H * seen * 2 * D * (item + wide) + H * seen * D * 4 * item
-    )  # side by side, exact, and rotated with their tables
+    # Side by side, exact, and rotated with their tables.
+    copies = H * seen * 2 * D * (item + wide) + H * seen * D * 4 * item
     tile = min(tokens, TILE) * Q
     return {
         "look up": H * keys * D * (item + wide) + tile * keys * 3 * wide,
@@ -223,9 +208,6 @@ class Setting:
             raise ValueError(f"context={self.context} must be from 1 to {INT32_MAX} (32-bit positions)")
         _ = self.schedule  # names the field that is out of bounds
         check_storage(self.run.kv_bits, self.policy)
-        check_weight_bits(self.weight_bits)
-        validate("dtype", Dtype, self.dtype)
-        validate("d_hidden", Annotated[int, Ge(0)], self.d_hidden)
 
     def with_run(self, **changes: object) -> Setting:
         """The setting with other settings of the cache."""
@@ -346,9 +328,7 @@ def store_bytes(spec: BackboneSpec, setting: Setting) -> int:
 
 def full_cache_bytes(spec: BackboneSpec, context: int, dtype: str = "bfloat16") -> int:
     """Bytes of an unbounded cache of ``context`` tokens in full-attention layers and of windows in the others."""
-    numbers = sum(
-        (context if layer.window is None else min(layer.window, context)) * layer.row_size for layer in spec.layers
-    )
+    numbers = sum(min(layer.window or context, context) * layer.row_size for layer in spec.layers)
     return numbers * ITEM_BYTES[dtype]
 
 
@@ -359,8 +339,9 @@ def plan_inference(backbone: BackboneSizes, setting: Setting) -> Plan:
     S = min(max(setting.capacities(sum(window is None for window in spec.windows)), default=0), setting.context)
     q, k = T * spec.n_heads * spec.head_dim, T * spec.n_kv_heads * spec.head_dim
     rows, kinds = S * spec.n_kv_heads * spec.head_dim, len(set(spec.windows))
+    # Through a whole layer: embeddings, residual, normalised hidden states.
     # cos and sin: of the rows, of a chunk in windowed layers, and the ones and zeros that the backbone rotates by
-    always = backbone.stream(T) + 2 * spec.head_dim * (S + (2 * kinds - 1) * T)
+    always = 3 * T * backbone.hidden + 2 * spec.head_dim * (S + (2 * kinds - 1) * T)
     layer = always + (q + 2 * k) + (q + k if backbone.fused else 0)  # a fused projection outlives the rotated q and k
     phases = {
         "score": layer + 2 * (q + 2 * k) + 2 * T * setting.width if setting.width else 0,
@@ -372,9 +353,8 @@ def plan_inference(backbone: BackboneSizes, setting: Setting) -> Plan:
     if setting.run.kv_bits == 8:  # keys and values are read into the model's dtype, through float32
         phases = {name: n + 2 * rows * (name in ("rotate keys", "attend", "evict")) for name, n in phases.items()}
         phases |= {"unpack": layer + rows + 8 * rows // item, "quantise": layer + 12 * k // item}
-    if policy.prefill_mask is not None and (
-        pieces := policy.prefill_mask.visible(S, T)
-    ):  # keys and values that are seen, side by side
+    if policy.prefill_mask is not None and (pieces := policy.prefill_mask.visible(S, T)):
+        # Keys and values that are seen, side by side.
         seen = sum(len(range(S)[piece]) for piece in pieces) * spec.n_kv_heads * spec.head_dim
         phases["pick"] = layer + (2 + ROTATION_COPIES) * seen
     cache = cache_bytes(spec, setting)
@@ -388,9 +368,8 @@ def plan_inference(backbone: BackboneSizes, setting: Setting) -> Plan:
         kept = rows - spec.n_kv_heads * spec.head_dim * min(setting.schedule.chunk, max(0, S - 1))
         transient["unpack"] = layer * item + UNPACK_BYTES * kept
         transient["quantise"] = (layer + q) * item + QUANTISE_BYTES * kept
-        transient["quantise while decoding"] = (
-            2 * spec.head_dim * S + 4 * backbone.vocab
-        ) * item + QUANTISE_BYTES * rows
+        tables = 2 * spec.head_dim * S
+        transient["quantise while decoding"] = (tables + 4 * backbone.vocab) * item + QUANTISE_BYTES * rows
     if policy.sparse is not None:  # at most: keys in float32, what 64 queries weigh, and the rows of each block of 64
         choice = spec.n_heads * S * (12 * min(64, T) + 10 * -(-T // 64))
         transient["choose rows"] = layer * item + 4 * rows + choice
@@ -401,13 +380,8 @@ def plan_inference(backbone: BackboneSizes, setting: Setting) -> Plan:
         transient["grow"] = always * item + cache + cache // spec.n_layers
     folds = setting.policy.score.is_head and backbone.projects and setting.weight_bits is None and item == 2
     folded = spec.windows.count(None) * setting.width * backbone.hidden if folds else 0
-    return Plan(
-        weights=backbone.weights(item, setting.weight_bits),
-        heads=(head_parameters(spec, setting.width) + folded) * item,
-        cache=cache,
-        phases=transient,
-        host=store_bytes(spec, setting),
-    )
+    weights, heads = backbone.weights(item, setting.weight_bits), head_parameters(spec, setting.width) + folded
+    return Plan(weights, heads * item, cache, transient, store_bytes(spec, setting))
 
 
 # ---- memory of a server's caches ------------------------------------------------------------------------------------

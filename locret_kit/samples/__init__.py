@@ -237,9 +237,7 @@ def _conversation(turns: list, role: str, content: str) -> list[dict]:
     messages = []
     for i, turn in enumerate(turns):
         if not isinstance(turn, dict) or str(turn.get(role)) not in ROLES or not isinstance(turn.get(content), str):
-            raise ValueError(
-                f"turn {i} needs a {role!r} of {sorted(ROLES)} and a string {content!r}; it is {turn!r:.200}"
-            )
+            raise ValueError(f"turn {i} needs a {role!r} of {sorted(ROLES)} and a string {content!r}: {turn!r:.200}")
         messages.append({"role": ROLES[turn[role]], "content": turn[content]})
     if all(message["role"] != "assistant" for message in messages):
         raise ValueError(f"no assistant turn among the {len(messages)} of the conversation")

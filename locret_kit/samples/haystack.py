@@ -21,15 +21,13 @@ from typing import Any
 
 import yaml
 
+from ..backbones.index import INSTALLED
 from ..files import read_utf8
 from ..naming import check_name, prefixed_errors
 from ..text.untrusted import encode
 from . import SUFFIXES, read_records
 
-JARGON = (
-    Path(__file__).resolve().parents[2] / "data" / "jargon.txt.gz",
-    Path("/usr/share/doc/jargon-text/jargon.txt.gz"),
-)
+JARGON = (INSTALLED / "data" / "jargon.txt.gz", Path("/usr/share/doc/jargon-text/jargon.txt.gz"))
 """Places of the Jargon File 4.4.7: in the repository, and where Debian's package has the same bytes."""
 TEXTS = (".txt", ".txt.gz", ".md")
 """Endings of files of text."""

@@ -37,11 +37,8 @@ def study(text: str, passages: int, rng: random.Random, write: Write) -> list[St
     drawn = [passage for passage in dict.fromkeys(drawn) if passage]
     written = write([(passage, WORDS["study"][0]) for passage in drawn])
     found = [(passage, _WRITTEN.search(words)) for passage, words in zip(drawn, written, strict=True)]
-    return [
-        Studied(passage, match["question"], match["answer"])
-        for passage, match in found
-        if match and "passage" not in match["question"].lower()
-    ]
+    usable = [(passage, match) for passage, match in found if match and "passage" not in match["question"].lower()]
+    return [Studied(passage, **match.groupdict()) for passage, match in usable]
 
 
 def study_sample(tokenizer, text: str, studied: Sequence[Studied], n_tokens: int, rng: random.Random) -> Sample:

@@ -220,11 +220,9 @@ def _repeated(tokenizer, n_tokens: int, sentences: Sequence[str], rng: random.Ra
 def _hide(statements: list[str], places: list[float], body: str, rng: random.Random) -> str:
     """`body` with each statement at the line or sentence start nearest to its place (a fraction of the body)."""
     all_starts = starts(body)
-    at = [
-        all_starts[min(len(all_starts) - 1, bisect.bisect(all_starts, place * len(body)))]
-        for place in places[: len(statements)]
-    ]
-    for statement, position in sorted(zip(statements, at, strict=True), key=lambda pair: -pair[1]):
+    found = (bisect.bisect(all_starts, place * len(body)) for place in places)
+    at = [all_starts[min(len(all_starts) - 1, place)] for place in found]
+    for statement, position in sorted(zip(statements, at, strict=False), key=lambda pair: -pair[1]):
         before, after = body[:position], body[position:]
         line = not before or before.endswith("\n") or rng.random() < 0.3
         joined = before.rstrip(" ") + "\n" if line and before and not before.endswith("\n") else before

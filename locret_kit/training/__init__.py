@@ -174,9 +174,7 @@ def gather(trainer: L.Trainer) -> nn.Module | None:
     (trained,) = trainer.lightning_module.children()
     with torch.device("cpu"):
         made = type(trained)(trained.config)
-    made.load_state_dict(
-        {name.partition(".")[2]: weight.cpu() for name, weight in state.items()}
-    )  # without its own name
+    made.load_state_dict({name.partition(".")[2]: weight.cpu() for name, weight in state.items()})
     return made
 
 

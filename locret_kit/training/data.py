@@ -214,9 +214,8 @@ class Records:
 
     def __getitem__(self, place: int) -> Sample:
         self._go(place)
-        self._order = self._order or self._shuffled(
-            f"epoch {self._epoch}" + (f":{self._number}" if self._number else "")
-        )
+        block = f":{self._number}" if self._number else ""
+        self._order = self._order or self._shuffled(f"epoch {self._epoch}{block}")
         rng, refused = random.Random(f"{self.seed}:{place}"), dict[int, str]()
         drawn = (rng.choice(self.trained) for _ in range(DRAWS - 1))
         rest = chain(self.trained, self._spare) if self._spare else ()
@@ -296,11 +295,11 @@ class Samples:
     ) -> None:
         self.seed, self.weights = seed, data.weights or [1.0] * len(data.sources)
         self.sources: dict[str, Records | Made] = {}
+        given = data, tokenizer, seed, write
         for name in data.sources:
             drawn = f"{seed}:{data.sources.index(name)}"  # not its path, which differs from machine to machine
             made = cast(Made | None, parse_source(name))
-            opened = made.open(data, tokenizer, seed, write) if made else Records(name, data, tokenizer, drawn)
-            self.sources[name] = opened
+            self.sources[name] = made.open(*given) if made else Records(name, data, tokenizer, drawn)
         self.names = list(data.sources)
         self._places: list[tuple[str, int]] = []  # source of each index so far, and how many before it are from there
         self._given = dict.fromkeys(self.names, 0)

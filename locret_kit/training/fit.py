@@ -247,8 +247,7 @@ def check_state(path: Path, module: FrozenTraining) -> str | None:
     """
     state = read_state(path)
     saved, mine = (
-        {name: list(weight.shape) for name, weight in weights.items()}
-        for weights in (state["state_dict"], module.state_dict())
+        {n: [*w.shape] for n, w in weights.items()} for weights in (state["state_dict"], module.state_dict())
     )
     for name in sorted(saved.keys() | mine.keys()):
         theirs, ours = saved.get(name, "missing"), mine.get(name, "missing")

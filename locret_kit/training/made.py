@@ -91,7 +91,7 @@ class Made(ABC, Generic[M]):
                 continue
             if reason and (said := f"record {place} is left out: {reason}") not in self._named:
                 self._named.add(said)
-                print(f"data.sources: {self.name!r}, {said}", file=sys.stderr)
+                print(f"{self.where}, {said}", file=sys.stderr)
             return sample
         raise ValueError(f"data.max_tokens={self.data.max_tokens} is too small for {self.name} samples: {reason}")
 
@@ -99,13 +99,16 @@ class Made(ABC, Generic[M]):
         """A stretch to set aside, and the rest. Raises ValueError for a text that is too short."""
         stretch, rest = split_text(text, CHARACTERS * self.data.max_tokens, random.Random(seed))
         if not stretch.strip():
-            raise ValueError(
-                f"{where} is too short for data.val_samples={self.data.val_samples} to set a stretch aside"
-            )
+            raise ValueError(f"{where} is too short for data.val_samples={self.data.val_samples} to set some aside")
         return stretch, rest
 
+    @property
+    def where(self) -> str:
+        """The source in an error's first words."""
+        return f"data.sources: {self.name!r}"
+
     def _nothing_left(self) -> ValueError:
-        return ValueError(f"data.sources: {self.name!r} has nothing left to train on but copies of set-aside texts")
+        return ValueError(f"{self.where} has nothing left to train on but copies of set-aside texts")
 
 
 @part("source", "synthetic")
@@ -162,9 +165,8 @@ class Code(Made[list[CodeFile]]):
         held = random.Random(seed).sample(self.trained, max(1, round(STRETCH * len(self.trained))))
         self.trained = [file for file in self.trained if file not in held]
         if not self.trained:
-            raise ValueError(
-                f"data.sources: {self.name!r} has one file with questions; data.val_samples={self.data.val_samples} sets it aside"
-            )
+            wanted = f"data.val_samples={self.data.val_samples}"
+            raise ValueError(f"{self.where} has one file with questions; {wanted} sets it aside")
         return held, ["\n".join(file.lines) for file in held]
 
     def build(self, material: list[CodeFile], place: int, seed: str, length: int) -> Sample:
@@ -193,7 +195,7 @@ class SelfStudy(Made[tuple[str, list[Studied]]]):
         """Text that is trained on."""
 
     def set_aside(self, wanted: int, seed: str) -> tuple[tuple[str, list[Studied]], Sequence[str]]:
-        stretch, self.left = self._split(self.left, f"data.sources: {self.name!r}", seed)
+        stretch, self.left = self._split(self.left, self.where, seed)
         return self._studied(stretch, 2 * wanted, seed), [stretch]
 
     @cached_property
@@ -204,9 +206,7 @@ class SelfStudy(Made[tuple[str, list[Studied]]]):
         """The text, and what the backbone wrote about it. Raises ValueError where nothing of it can be used."""
         if found := study(text, passages, random.Random(f"{seed}:study"), self.write):
             return text, found
-        raise ValueError(
-            f"data.sources: {self.name!r}: the backbone wrote no usable question about any of {passages} passages"
-        )
+        raise ValueError(f"{self.where}: the backbone wrote no usable question about any of {passages} passages")
 
     def build(self, material: tuple[str, list[Studied]], place: int, seed: str, length: int) -> Sample:
         return study_sample(self.tokenizer, *material, length, random.Random(f"{seed}|{place}"))

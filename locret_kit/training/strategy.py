@@ -99,12 +99,8 @@ class ZeroStrategy(ReplicatedStrategy):
             zero |= {"offload_param": place, "offload_optimizer": place}
         # PyTorch's own AdamW, which DeepSpeed calls untested: its state can be read by every other strategy, and the CPU's
         # variant would be compiled here.
-        return {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": zero,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-        }
+        plain = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+        return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, **plain}
 
     def backward(self, closure_loss: Tensor, optimizer: object, *args: object, **kwargs: object) -> Tensor:
         """Add the gradients of the scalar loss to this process's; ``finish_gradients`` reduces them."""

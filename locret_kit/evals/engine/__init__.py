@@ -399,9 +399,8 @@ def appending(path: Path) -> Iterator[Callable[[Row], None]]:
         file.truncate(path.read_bytes().rfind(b"\n") + 1)  # a kill leaves at most half a line
 
         def append(row: Row) -> None:
-            line = (row.to_json() + "\n").encode(
-                "utf-8", "backslashreplace"
-            )  # half a surrogate pair as JSON's own escape
+            # Half a surrogate pair as JSON's own escape.
+            line = (row.to_json() + "\n").encode("utf-8", "backslashreplace")
             size = os.fstat(file.fileno()).st_size
             try:
                 while line:

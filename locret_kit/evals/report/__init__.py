@@ -58,9 +58,7 @@ def overview(rows: Iterable[Row]) -> Table | None:
     for (length, budget), block in sorted(blocks.items()):
         labels = sorted({cell.label for cell in block}, key=policy_order)
         by_column = [column(cells, labels, length, budget) for cells in columns.values()]
-        lines += [
-            [size(length), str(budget or "-"), label, *line] for label, *line in zip(labels, *by_column, strict=True)
-        ]
+        lines += [[size(length), str(budget or "-"), *line] for line in zip(labels, *by_column, strict=True)]
     return Table(["length", "budget", "policy", *columns], lines, "All tasks", UNIT, notes_of(lines))
 
 

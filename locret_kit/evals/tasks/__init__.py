@@ -248,10 +248,9 @@ def find_tasks(
     for what, places in (("haystacks", haystacks), ("tasks", files)):
         known: dict[str, str] = {}
         for place in places:
-            if (other := known.setdefault(haystack_name(place), place)) != place:
-                raise ValueError(
-                    f"{what}={other} and {place} have one name, which rows could not tell apart: rename one"
-                )
+            if (one := known.setdefault(haystack_name(place), place)) != place:
+                said = "have one name, which rows could not tell apart: rename one"
+                raise ValueError(f"{what}={one} and {place} {said}")
     tasks: dict[tuple[str, str], Task] = {}
     for name in names:
         prefix, colon, _ = name.rpartition(":")

@@ -296,10 +296,8 @@ def _split_for_likelihood(entry: TaskEntry, text: str, request: Example) -> Exam
     before = min(request.length, len(offsets) - behind)
     if before < 1:
         raise ValueError(f"task={entry.name}, sample={request.sample}: the text has {len(offsets)} tokens")
-    at = offsets[before][0]
-    return replace(
-        request, prompt=text[:at], continuation=text[at : offsets[min(before + behind, len(offsets)) - 1][1]]
-    )
+    at, end = offsets[before][0], offsets[min(before + behind, len(offsets)) - 1][1]
+    return replace(request, prompt=text[:at], continuation=text[at:end])
 
 
 def is_file_of_records(name: str) -> bool:

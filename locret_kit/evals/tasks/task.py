@@ -169,27 +169,20 @@ def needle_task(name: str, words: str, haystack: str, text: str | None) -> Task:
         chat = request.wants_chat(False)
         added = count_ids(request.tokenizer, *wrap(request, "a", "b", chat=chat))
         overhead = added - count_ids(request.tokenizer, "a b", False)  # of the template, or of the special tokens
+        room, depth = request.length - overhead, asked_depth(name, request.sample)
+        seed = f"{haystack}:{request.length}:{request.sample}:{request.seed}"
         try:
             needle = make_needle(
-                words,
-                request.tokenizer,
-                n_tokens=request.length - overhead,
-                depth=asked_depth(name, request.sample),
-                seed=f"{haystack}:{request.length}:{request.sample}:{request.seed}",
-                haystack=text,
-                ending=request.ending,
+                words, request.tokenizer, n_tokens=room, depth=depth, seed=seed, haystack=text, ending=request.ending
             )
         except TooShort as error:
             raise TooShort(request.length, error.least + overhead) from error
-        depth = round(needle.depth, 4)
-        form = {"ending": ending_of(request, chat)}
         prompt, special = needle.prompt, True
         if chat:
             prompt, special = wrap(request, f"{needle.document}\n\n{needle.question}", needle.prefix, chat=True)
+        facts = {"depth": round(needle.depth, 4), "extra": {"ending": ending_of(request, chat)}}
         span = span_of(prompt, needle.document.removeprefix(needle.instruction))
-        return replace(
-            request, prompt=prompt, answer=needle.answer, special=special, depth=depth, extra=form, text=span
-        )
+        return replace(request, prompt=prompt, answer=needle.answer, special=special, text=span, **facts)
 
     return Task(name, make, "first_number", max_new_tokens=12, haystack=haystack, begins_alike=text is None)
 
