@@ -41,13 +41,6 @@ class EvalParts:
         """Names of the checkpoints."""
         return [name for name in self.heads if name != UNTRAINED]
 
-    def facts(self) -> dict[str, dict[str, object]]:
-        """Facts of each heads' checkpoint for ``config.json``."""
-        return {
-            name: {"weights": self.hashes[name], "inference": checkpoint.config.inference}
-            for name, checkpoint in self.heads.items()
-        }
-
 
 def load_parts(config: EvalConfig) -> EvalParts:
     """Heads, and the names of backbone and adapter.
@@ -85,10 +78,9 @@ def _adapter(given: str | None, heads: Mapping[str, RetainingHeads]) -> str | No
     for name, checkpoint in heads.items():
         _, warning = choose_adapter(checkpoint.config.adapter, adapter or "none")
         if warning and given is None:
-            raise ValueError(
-                f"ckpt={name} was trained with adapter={checkpoint.config.adapter or 'none'}, others with {adapter or 'none'}: "
-                "evaluate them apart, or give adapter=NAME or adapter=none"
-            )
+            both = f"adapter={checkpoint.config.adapter or 'none'}, others with {adapter or 'none'}"
+            advice = "evaluate them apart, or give adapter=NAME or adapter=none"
+            raise ValueError(f"ckpt={name} was trained with {both}: {advice}")
         if warning:
             print(f"{name}: {warning}", file=sys.stderr)
     return adapter
@@ -104,7 +96,10 @@ def run_config(config: EvalConfig, parts: EvalParts) -> dict[str, object]:
     out, path = Path(config.out), Path(config.out) / CONFIG
     if not (above := next(place for place in (out, *out.absolute().parents) if place.exists())).is_dir():
         raise ValueError(f"out={config.out}: {above} is no folder")
-    heads, holds = parts.facts(), f"out={config.out} holds"
+    heads = {
+        name: {"weights": parts.hashes[name], "inference": one.config.inference} for name, one in parts.heads.items()
+    }
+    holds = f"out={config.out} holds"
     now = {**asdict(config), "model": parts.model, "adapter": parts.adapter, "heads": heads}
     before: dict[str, object] = {}
     if path.exists() and any(file.stat().st_size for file in out.glob("rows.*.jsonl")):

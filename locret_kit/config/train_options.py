@@ -248,10 +248,8 @@ class TrainConfig:
             raise ValueError(f"{optim.accumulate=} must be a multiple of {data.batch=}")
         spread, strategy = backbone.device_map, self.trainer.strategy
         if is_gguf(backbone.model) and (needy := self._needs_float()):
-            raise ValueError(
-                f"{needy} needs float weights, and {backbone.model=} holds packed ones: leave it out, or "
-                "name the float model's folder or Hub id"
-            )
+            advice = "leave it out, or name the float model's folder or Hub id"
+            raise ValueError(f"{needy} needs float weights, and {backbone.model=} holds packed ones: {advice}")
         if spread and strategy != "auto":
             raise ValueError(
                 f"backbone.device_map={spread} spreads one process's backbone, trainer.strategy={strategy} runs one process "

@@ -138,10 +138,8 @@ def _jargon() -> Path:
     for path in places:
         if path.is_file():
             return path
-    raise FileNotFoundError(
-        f"the Jargon File is not at {' or '.join(map(str, places))}: in the clone, pip install -e . (its data/ has the file), "
-        "apt-get install jargon-text, or name a copy in LOCRET_JARGON"
-    )
+    advice = "pip install -e . (its data/ has the file), apt-get install jargon-text, or name a copy in LOCRET_JARGON"
+    raise FileNotFoundError(f"the Jargon File is not at {' or '.join(map(str, places))}: in the clone, {advice}")
 
 
 def _pydoc() -> str:

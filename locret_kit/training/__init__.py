@@ -134,10 +134,9 @@ class FrozenTraining(L.LightningModule, ABC):
             ValueError: before the update, a loss that is no finite number.
         """
         if not math.isfinite(scalars["loss"]):
-            raise ValueError(
-                f"loss={scalars['loss']} after {self.global_step} steps: the training has diverged; "
-                f"begin again in another out with less than optim.lr={self.cfg.optim.lr}"
-            )
+            advice = f"begin again in another out with less than optim.lr={self.cfg.optim.lr}"
+            said = f"loss={scalars['loss']} after {self.global_step} steps: the training has diverged"
+            raise ValueError(f"{said}; {advice}")
         optimiser = cast(LightningOptimizer, self.optimizers())
         schedule = cast(LRScheduler, self.lr_schedulers())
         rate = float(optimiser.param_groups[0]["lr"])

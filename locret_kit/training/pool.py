@@ -208,7 +208,5 @@ def refuse(cfg: TrainConfig, description: DecoderAttention, policy: Policy) -> N
         raise ValueError(f"trainer.strategy={cfg.trainer.strategy} must be auto or ddp where a pool is trained")
     first = first_eviction(cfg.infer.budget, cfg.infer.chunk)
     if cfg.data.max_tokens <= first + 1:
-        raise ValueError(
-            f"data.max_tokens={cfg.data.max_tokens} must be above {first + 1}: infer.budget={cfg.infer.budget} and "
-            f"infer.chunk={cfg.infer.chunk} evict nothing before"
-        )
+        reason = f"infer.budget={cfg.infer.budget} and infer.chunk={cfg.infer.chunk} evict nothing before"
+        raise ValueError(f"data.max_tokens={cfg.data.max_tokens} must be above {first + 1}: {reason}")

@@ -98,10 +98,9 @@ def check(run: Run) -> None:
     kinds = [task.kind for task in run.tasks]
     for variant in run.variants:
         if reads_alone(variant.policy) and "nll_prefill" in kinds:
-            raise ValueError(
-                f"policy={variant.policy} chooses with the whole prompt, so it has no likelihood during prefill: "
-                "take tasks=[perplexity] instead of perplexity_prefill"
-            )
+            advice = "take tasks=[perplexity] instead of perplexity_prefill"
+            said = f"policy={variant.policy} chooses with the whole prompt, so it has no likelihood during prefill"
+            raise ValueError(f"{said}: {advice}")
         if is_oracle(variant.policy):
             KVzip(run.setup.settings_for(variant, 10**6), ORACLES[variant.policy])  # no bound depends on the length
         elif variant.policy == BM25:
