@@ -165,8 +165,8 @@ class Code(Made[list[CodeFile]]):
         held = random.Random(seed).sample(self.trained, max(1, round(STRETCH * len(self.trained))))
         self.trained = [file for file in self.trained if file not in held]
         if not self.trained:
-            wanted = f"data.val_samples={self.data.val_samples}"
-            raise ValueError(f"{self.where} has one file with questions; {wanted} sets it aside")
+            setting = f"data.val_samples={self.data.val_samples}"
+            raise ValueError(f"{self.where} has one file with questions; {setting} sets it aside")
         return held, ["\n".join(file.lines) for file in held]
 
     def build(self, material: list[CodeFile], place: int, seed: str, length: int) -> Sample:

@@ -167,8 +167,9 @@ class HeadTraining(FrozenTraining):
         if cfg.heads.init is not None:
             self._begin_with(cfg.heads.init)
         self._dtype: torch.dtype = getattr(torch, cfg.heads.dtype_saved)
-        loss = {"smoothing": cfg.loss.smoothing, "top_weight": cfg.loss.top_weight}
-        self._loss = partial(cis_loss, loss=parse_loss(cfg.loss.kind), **loss)
+        self._loss = partial(
+            cis_loss, loss=parse_loss(cfg.loss.kind), smoothing=cfg.loss.smoothing, top_weight=cfg.loss.top_weight
+        )
 
     def _begin_with(self, source: str) -> None:
         """Copy the weights of other heads of the same backbone, width and unit."""

@@ -180,9 +180,9 @@ def needle_task(name: str, words: str, haystack: str, text: str | None) -> Task:
         prompt, special = needle.prompt, True
         if chat:
             prompt, special = wrap(request, f"{needle.document}\n\n{needle.question}", needle.prefix, chat=True)
-        facts = {"depth": round(needle.depth, 4), "extra": {"ending": ending_of(request, chat)}}
+        at, form = round(needle.depth, 4), {"ending": ending_of(request, chat)}
         span = span_of(prompt, needle.document.removeprefix(needle.instruction))
-        return replace(request, prompt=prompt, answer=needle.answer, special=special, text=span, **facts)
+        return replace(request, prompt=prompt, answer=needle.answer, special=special, depth=at, extra=form, text=span)
 
     return Task(name, make, "first_number", max_new_tokens=12, haystack=haystack, begins_alike=text is None)
 
