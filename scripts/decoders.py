@@ -177,9 +177,13 @@ def _works(records: Sequence[Record]) -> str:
     words = {"exact": "yes", "refused": "no", **dict.fromkeys(BAD, "**not right**")}
     cells = {r["name"]: [words[state(r, checks)[0]] for checks in GROUPS.values()] for r in records}
     whole = [f"`{name}`" for name, row in cells.items() if set(row) == {"yes"}]
-    some = [[f"`{name}`", *row] for name, row in cells.items() if set(row) != {"yes"}]
+    alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, row in cells.items():
+        if set(row) != {"yes"}:
+            alike[tuple(row)].append(f"`{name}`")
+    some = [[", ".join(names), *row] for row, names in alike.items()]
     text = [f"All of it: {', '.join(whole)}."] if whole else []
-    return "\n\n".join([*text, Table(["model", *GROUPS], some).markdown().rstrip()] if some else text) or "None."
+    return "\n\n".join([*text, Table(["models", *GROUPS], some).markdown().rstrip()] if some else text) or "None."
 
 
 def _sentences(records: Sequence[Record], kinds: Sequence[str]) -> str:

@@ -82,7 +82,7 @@ class Program:
             if name.startswith("torch.") or policy == "h2o":
                 found[f"{policy} {backend} {name}"] = self.run(self.models[name], policy, backend=backend)
         for policy in ("h2o", "ada-snapkv(6,3)", "locret", "recall"):
-            found[f"{policy} triton"] = self.run(self.model, policy, 30, 2, backend="triton")
+            found[f"{policy} triton"] = self.run(self.model, policy, 26, 1, backend="triton")
         for bits, backend, policy in product((8, 4, 2), ("reference", "cpu"), ("recall", "snapkv(6,3)")):
             found[f"{policy} {backend} {bits}"] = self.run(self.model, policy, backend=backend, kv_bits=bits)
         save_cache(self.cache, folder / "it.cache")

@@ -13,7 +13,6 @@ from tiny_gguf import (
     tiny_source,
     write_byte_level,
     write_gguf,
-    write_newer_gguf,
     write_sentencepiece,
 )  # fmt: skip
 from tiny_tokenizer import TEMPLATE, tiny_tokenizer
@@ -62,7 +61,7 @@ def test_a_file_gives_the_logits_of_its_source(family, form, tmp_path):
 def test_what_transformers_reads_is_unpacked_and_said(arch, form, tmp_path, caplog):
     """With the logits and the tokens of the same weights as safetensors."""
     model = newer_source(arch)
-    path = write_newer_gguf(tmp_path / "a.gguf", model, arch, form)
+    path = write_gguf(tmp_path / "a.gguf", model, form)
     model.save_pretrained(tmp_path / "folder")
     tiny_tokenizer().save_pretrained(tmp_path / "folder")
     wanted, tokenizer = load_backbone(str(tmp_path / "folder"), device="cpu", dtype="float32")
@@ -75,7 +74,7 @@ def test_what_transformers_reads_is_unpacked_and_said(arch, form, tmp_path, capl
         tokens = [one.generate(IDS, max_new_tokens=20, do_sample=False) for one in (loaded, wanted)]
     assert (logits - expected).abs().max() < 1e-4 * expected.abs().max() and torch.equal(*tokens)
     assert load_config(str(path)).model_type == wanted.config.model_type
-    write_newer_gguf(tmp_path / "b.gguf", model, arch, form, split_max_tensors=40)
+    write_gguf(tmp_path / "b.gguf", model, form, split_max_tensors=40)
     with pytest.raises(OSError, match=rf"architecture='{arch}' in parts: join them first \(llama-gguf-split --merge\)"):
         load_config(str(min(tmp_path.glob("b-*.gguf"))))
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from pairwise import pairs
-from rope_oracle import Oracle, frequencies
+from rope_oracle import frequencies, logits
 from tiny_decoders.simulation import Plan
 from tiny_models import tiny_model
 
@@ -60,8 +60,7 @@ def tiny(name):
 def test_a_scaling_is_the_formula(name, prompt, budget, positions):
     model, chunk, tail = tiny(name), 32, 8
     ids = torch.randint(2, 97, (prompt + NEW,), generator=torch.Generator().manual_seed(prompt)).tolist()
-    weights = {key: value.numpy() for key, value in model.state_dict().items()}
-    want = Oracle(weights, model.config).logits(ids, Plan("streaming", budget, chunk, tail, prompt), positions)
+    want = logits(model, ids, Plan("streaming", budget, chunk, tail, prompt), positions)
     cache = BoundedCache(
         budget, "streaming", chunk=chunk, local_len=tail, prompt_length=prompt, positions=positions, backend="reference"
     )  # fmt: skip
@@ -69,7 +68,7 @@ def test_a_scaling_is_the_formula(name, prompt, budget, positions):
         got = [prefill(model, ids[:prompt], cache)]
         step = Decoding(model, cache)
         got += [step(token) for token in ids[prompt:]]
-    off = np.abs(torch.stack(got).numpy() - want[prompt - 1 :]).max() / want.std()
+    off = (torch.stack(got) - want[prompt - 1 :]).abs().max() / want.std()
     assert off < 1e-4
 
 
@@ -78,9 +77,8 @@ def test_the_oracle_without_a_cache_is_transformers(name):
     """The oracle itself: a text that nothing is evicted from, read at once by the model alone."""
     model = tiny(name)
     ids = torch.randint(2, 97, (1, 100), generator=torch.Generator().manual_seed(0))
-    weights = {key: value.numpy() for key, value in model.state_dict().items()}
-    want = Oracle(weights, model.config).logits(ids[0].tolist(), Plan("full", 100, 100, 0, 100), "original")
-    off = np.abs(model(ids).logits[0].numpy() - want).max() / want.std()
+    want = logits(model, ids[0].tolist(), Plan("full", 100, 100, 0, 100), "original")
+    off = (model(ids).logits[0] - want).abs().max() / want.std()
     assert off < 1e-4
 
 

@@ -46,8 +46,8 @@ def test_families(family):
     """Recorded and replayed; Gemma's modules do more than matrices."""
     model = model_of(family, tie_word_embeddings=family == "llama").double()
     caches = [BoundedCache(24, "h2o", chunk=5, prompt_length=LENGTH) for _ in range(2)]
-    step = same(model, caches, tokens(), TapedDecoder)
-    assert (step.dense is None) == (family == "gemma3") and step.reason is None and step.replays > 30
+    step = same(model, caches, tokens(), TapedDecoder, steps=20)
+    assert (step.dense is None) == (family == "gemma3") and step.reason is None and step.replays > 12
 
 
 @pytest.mark.parametrize(
@@ -73,12 +73,13 @@ def test_kernels_and_folded_heads(family, policy, driver):
         made.append(step.dense)
         return step
 
-    settings = dict(chunk=13, stabilizers=4, local_len=5, prompt_length=LENGTH)
+    chunk, steps = (13, 14) if family == "phi3" else (5, 9)  # Phi-3 repeats the same three tokens at first
+    settings = dict(chunk=chunk, stabilizers=4, local_len=5, prompt_length=LENGTH)
     caches = [BoundedCache(24, policy, heads if policy == "locret" else None, **settings) for _ in range(2)]
     if driver is TextsDriver:
         caches[0].bind(model)
         PagePool(1).enter(caches[0])
-    same(model, caches, tokens(), form, tolerance=2e-4, steps=14)
+    same(model, caches, tokens(), form, tolerance=2e-4, steps=steps)
     assert set(made[0].forms.values()) == {"one launch"} and caches[0].counters.evictions >= 5
 
 

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +13,6 @@ from typing import Any
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-PIPES = (
-    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
-)
-"""The browser reads commands from file descriptor 3 and writes answers to 4."""
 
 
 class Tab:
@@ -134,10 +129,8 @@ def browsing(folder: Path) -> Iterator[Tab]:
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
         "--remote-debugging-pipe", f"--user-data-dir={folder}/profile",
     ]  # fmt: skip
-    running = subprocess.Popen(
-        [sys.executable, "-S", "-c", PIPES, str(theirs_in), str(theirs_out), *words],
-        pass_fds=(theirs_in, theirs_out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    command = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out} >/dev/null 2>&1'  # it reads from 3 and writes to 4
+    running = subprocess.Popen(["bash", "-c", command, "-", *words], pass_fds=(theirs_in, theirs_out))
     os.close(theirs_in)
     os.close(theirs_out)
     tab = Tab(ours_out, ours_in)

@@ -4,13 +4,9 @@ from copy import deepcopy
 from pathlib import Path
 
 import pytest
-import torch
-from tiny_heads import INFERENCE
+from tiny_heads import save_tiny_heads
 from tiny_tokenizer import save_tiny_backbone
-from transformers import AutoConfig
 
-from locret_kit import HeadsConfig, RetainingHeads
-from locret_kit.backbones.spec import spec_of
 from locret_kit.policies import registry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,9 +18,7 @@ def made_checkout(folder: Path, *linked: str) -> Path:
     for name in linked:
         (folder / name).symlink_to(ROOT / name)
     backbone = save_tiny_backbone(folder / BACKBONE, max_position_embeddings=8192)
-    torch.manual_seed(1)
-    config = HeadsConfig.for_backbone(spec_of(AutoConfig.from_pretrained(backbone)), BACKBONE, 8, inference=INFERENCE)
-    RetainingHeads(config).save_pretrained(folder / HEADS)
+    save_tiny_heads(folder, backbone=backbone, name=HEADS, said=BACKBONE)
     return folder
 
 

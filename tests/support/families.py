@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from real_templates import QWEN3
 from tiny_text import PROSE
-from tiny_tokenizer import byte_level
+from tiny_tokenizer import byte_level, controlled
 
 from locret_kit.answers.reader import Event, Reader
 
@@ -190,16 +190,8 @@ FAMILIES = {
 @lru_cache(maxsize=16)
 def family_tokenizer(name: str):
     """A tokenizer of some 600 tokens with a family's template and tokens."""
-    from tokenizers import AddedToken
-    from transformers import PreTrainedTokenizerFast
-
     family = FAMILIES[name]
-    bpe = byte_level([PROSE * 3], 400, ())
-    bpe.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in family.special])
-    bpe.add_tokens([AddedToken(text, normalized=False) for text in family.added])
-    made = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=family.special[0], eos_token=family.special[1])
-    made.chat_template = family.template
-    return made
+    return controlled(byte_level([PROSE * 3], 400, ()), family.special, family.added, family.template)
 
 
 def joined(events: Sequence[Event]) -> list[tuple[str, str]]:

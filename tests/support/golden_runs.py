@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 from policy_runs import POLICIES, distinct_tokens, held
+from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 
-from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
+from locret_kit import BoundedCache, RetainingHeads, attach
 from locret_kit.backbones.libraries import CACHE
-from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.engine import Engine
 from locret_kit.runtime.sequence import Request
@@ -57,9 +57,9 @@ def backbone(family: str) -> torch.nn.Module:
 
 @cache
 def heads_of(family: str) -> RetainingHeads:
-    heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(backbone(family).config), "tiny", 32)).double()
+    heads = tiny_heads(backbone(family), 32)
     fill(heads, 0.3, 2)
-    return heads.requires_grad_(False)
+    return heads
 
 
 def new_cache(policy: str, length: int, **given: object) -> BoundedCache:

@@ -15,10 +15,10 @@ from unittest import mock
 
 import tiny_models
 import torch
+from tiny_heads import tiny_heads
 
-from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
+from locret_kit import BoundedCache, attach
 from locret_kit.backbones.libraries import CACHE
-from locret_kit.backbones.spec import spec_of
 from locret_kit.cache import attend, step
 from locret_kit.runtime.drivers import dense
 from locret_kit.runtime.drivers.graph import GraphDriver
@@ -145,8 +145,7 @@ def products() -> None:
     bfloat16 logits in shares of the root mean square, since near ties fall as sums are rounded."""
     for family, dtype in (("llama", torch.float32), ("qwen2", torch.float32), ("phi3", torch.bfloat16)):
         model = tiny_model(family).to(dtype)
-        heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "tiny", 32)).requires_grad_(False)
-        heads = heads.cuda().to(dtype)
+        heads = tiny_heads(model, 32).cuda()
         with attach(model):
             with mock.patch("locret_kit.runtime.drivers.graph.dense_step", lambda model, ctx: None):
                 modules, _ = run(model, "locret", heads, "graph")
@@ -197,8 +196,7 @@ PARTS = evictions, chunks, texts, token, answers, *WITHOUT_HEADS
 def main(*names: str) -> int:
     """Run some parts, or all of them. One that is wrong ends no other."""
     model, wrong = tiny_model("llama"), []
-    config = HeadsConfig.for_backbone(spec_of(model.config), "tiny", 32)
-    heads = RetainingHeads(config).requires_grad_(False).cuda()
+    heads = tiny_heads(model, 32).cuda()
     for part in PARTS:
         if names and part.__name__ not in names:
             continue

@@ -5,6 +5,7 @@ import io
 import re
 import struct
 from collections import defaultdict
+from xml.sax.saxutils import escape
 from zipfile import ZIP_DEFLATED, ZipFile
 
 
@@ -58,14 +59,10 @@ OFFICE = "http://schemas.openxmlformats.org/"
 REMOTE = "http://192.0.2.1/picture.png"
 
 
-def escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")
-
-
 def docx_files(paragraphs: list[str]) -> dict[str, str | bytes]:
     """Parts of a Word file: paragraphs, a table, and a picture that lies elsewhere."""
     rel, main = f"{OFFICE}officeDocument/2006/relationships", f"{OFFICE}wordprocessingml/2006/main"
-    text = [f'<w:p><w:r><w:t xml:space="preserve">{escaped(line)}</w:t></w:r></w:p>' for line in paragraphs]
+    text = [f'<w:p><w:r><w:t xml:space="preserve">{escape(line)}</w:t></w:r></w:p>' for line in paragraphs]
     cells = "".join(f"<w:tc><w:p><w:r><w:t>{word}</w:t></w:r></w:p></w:tc>" for word in ("left", "right"))
     picture = (
         '<w:p><w:r><w:drawing><wp:inline><a:graphic><a:graphicData><pic:pic><pic:blipFill><a:blip r:link="r1"/>'
@@ -99,7 +96,7 @@ def epub_files(chapters: list[str]) -> dict[str, str | bytes]:
     )
     return {
         "mimetype": "application/epub+zip",
-        **{f"c{i}.xhtml": page % escaped(chapters[i]) for i in reversed(range(len(chapters)))},
+        **{f"c{i}.xhtml": page % escape(chapters[i]) for i in reversed(range(len(chapters)))},
         "content.opf": f"<package><metadata/><manifest>{items}</manifest><spine>{spine}</spine></package>",
         "META-INF/container.xml": '<container><rootfiles><rootfile full-path="content.opf"/></rootfiles></container>',
     }
@@ -114,7 +111,7 @@ def epub(chapters: list[str]) -> bytes:
 
 
 def html(paragraphs: list[str], encoding: str = "utf-8") -> bytes:
-    body = "".join(f"<p>{escaped(text)}</p>" for text in paragraphs)
+    body = "".join(f"<p>{escape(text)}</p>" for text in paragraphs)
     return (
         f"<html><head><meta charset='{encoding}'><style>p {{ color: red }}</style><script src='{REMOTE}.js'>var hidden</script>"
         f"</head><body><h1>Title</h1>{body}<table><tr><td>left</td><td>right</td></tr></table><img src='{REMOTE}'></body></html>"

@@ -40,7 +40,8 @@ SHORTER = {
     'POLICIES = ("locret", "h2o", "roco")': 'POLICIES = ("locret", "roco")', '"h2o", "snapkv(6,3)"': '"snapkv(6,3)"',
     "Request(ids, 60)": "Request(ids, 16)", "range(40 * (n == 1))": "range(8 * (n == 1))",
     "num_attention_heads=4, head_dim=64": "num_hidden_layers=2, num_attention_heads=4, head_dim=64",
-    "max_new_tokens=40": "max_new_tokens=9", "range(2, 90)": "range(2, 46)",
+    "hidden_size=256, intermediate_size=256": "hidden_size=64, intermediate_size=64",
+    "max_new_tokens=40": "max_new_tokens=6", "range(2, 90)": "range(2, 40)",
     'for positions in ("compact", "original"):': 'for positions in ["original" if policy == "roco" else "compact"]:',
 }  # fmt: skip
 """Text of ``graphs_on_cuda.py`` -> what stands in its place."""

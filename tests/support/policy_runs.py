@@ -7,12 +7,12 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 
-from locret_kit import BoundedCache, HeadsConfig, RetainingHeads
+from locret_kit import BoundedCache, RetainingHeads
 from locret_kit.backbones.intercept import attached
 from locret_kit.backbones.libraries import CACHE
-from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.base import Selection
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.registry import policies
@@ -53,9 +53,7 @@ def backbone(family: str = "llama"):
 
 @cache
 def heads_of(family: str = "llama", target: str = "logit") -> RetainingHeads:
-    torch.manual_seed(3)
-    config = HeadsConfig.for_backbone(spec_of(backbone(family).config), "tiny", 32, target=target)
-    return RetainingHeads(config).double().requires_grad_(False)
+    return tiny_heads(backbone(family), 32, seed=3, target=target)
 
 
 def tokens(length: int = LENGTH, seed: int = 0) -> list[int]:

@@ -166,9 +166,9 @@ def card() -> Iterator[Card]:
     """The device, inside the block."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(common, "launch", _launch))
-        stack.enter_context(mock.patch.object(torch.cuda, "_lazy_init", lambda: None))
-        stack.enter_context(mock.patch.object(torch.cuda, "synchronize", lambda device=None: None))
-        stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (8, 0)))
+        nothing, capability = lambda device=None: None, lambda device=None: (8, 0)
+        changed = dict(_lazy_init=nothing, synchronize=nothing, get_device_capability=capability)
+        stack.enter_context(mock.patch.multiple(torch.cuda, **changed))
         stack.enter_context(mock.patch.object(attend, "causal_lower_right", _mask))
         for module in (products, weights):
             stack.enter_context(mock.patch.object(module, "PLAIN", (*module.PLAIN, OnCard)))

@@ -3,7 +3,8 @@
 from functools import lru_cache
 
 from tiny_text import PROSE
-from tiny_tokenizer import byte_level
+from tiny_tokenizer import byte_level, controlled
+from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -64,14 +65,10 @@ PLAIN = ("\n\n", "<b>", "</b>")
 @lru_cache(maxsize=8)
 def real_tokenizer(family: str):
     """A tokenizer of some 600 tokens with a family's template and control tokens."""
-    import tokenizers
-    from tokenizers import AddedToken, decoders, models, normalizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
     template, special, others, sentencepiece = FAMILIES[family]
     alphabet = sorted({c for c in PROSE} | {chr(i) for i in range(33, 127)} | {"\n"})
     if sentencepiece:
-        bpe = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+        bpe = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
         bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         bpe.decoder = decoders.Sequence(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -84,12 +81,8 @@ def real_tokenizer(family: str):
         )
     else:
         bpe = byte_level([PROSE * 3], 400, ())
-    spread = family == "phi3"  # its tokens swallow the blanks behind them
-    bpe.add_special_tokens([AddedToken(text, special=True, rstrip=spread, normalized=False) for text in special])
-    bpe.add_tokens([AddedToken(text, normalized=False) for text in (*others, *PLAIN)])
-    made = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=special[0], eos_token=special[1])
-    made.chat_template = template
-    return made
+    # Phi-3's tokens swallow the blanks behind them.
+    return controlled(bpe, special, (*others, *PLAIN), template, rstrip=family == "phi3")
 
 
 def control_ids(family: str) -> set[int]:

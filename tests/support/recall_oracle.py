@@ -4,14 +4,16 @@ Every call's queries, keys and values are recorded before RoPE, and which positi
 worked out here: what is stored is what was read and is not held.
 """
 
-import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
+import attention_oracle
 import torch
-from policy_runs import backbone, heads_of, make, tokens
+from policy_runs import LENGTH, backbone, heads_of, make, tokens
 from torch import Tensor
 
 from locret_kit import attach
@@ -69,38 +71,36 @@ def recorded(policy: str, length: int, steps: int = 6, **rest) -> list[Call]:
     return calls
 
 
-def turned(x: Tensor, at: int) -> Tensor:
-    """A vector at a position: its halves are the real and imaginary parts of numbers that turn."""
+def turned(x: Tensor, at: Sequence[int]) -> Tensor:
+    """Rows ``[..., rows, D]``, each at its position."""
     half = x.shape[-1] // 2
-    angle = at * 10000.0 ** -(torch.arange(half, dtype=torch.float32) / half)
-    number = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones(half).double(), angle.double())
-    return torch.cat((number.real, number.imag), -1)
+    rates = 10000.0 ** -(torch.arange(half, dtype=torch.float32) / half)
+    return attention_oracle.turned(x, torch.tensor(at)[:, None] * rates.double())
+
+
+def joined(before: Tensor | None, new: Tensor) -> Tensor:
+    """What a layer has read, ``[H, tokens, ...]``, and new tokens."""
+    return new if before is None else torch.cat((before, new), 1)
 
 
 class Text(ABC):
     """What the layers have read, and the rules of one form of recall."""
 
-    def __init__(self, calls: list[Call], layers: int = 3) -> None:
-        self.calls = calls
-        self.keys: list[dict[tuple[int, int], Tensor]] = [{} for _ in range(layers)]
-        self.values: list[dict[tuple[int, int], Tensor]] = [{} for _ in range(layers)]
-        self.votes: dict[tuple[int, int], dict[int, float]] = {}
+    def __init__(self, calls: list[Call], *, size: int, take: int, representatives: int, local: int) -> None:
+        self.calls, self.size, self.take, self.representatives, self.local = calls, size, take, representatives, local
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
 
     def check(self) -> int:
         """Compare every call's output; the number of those for which blocks came back."""
         recalled = 0
         for call in self.calls:
-            if call.layer == 0:
-                self.votes = {}
-            H, T = call.k.shape[:2]
-            for h in range(H):
-                for t in range(T):
-                    self.keys[call.layer][h, call.start + t] = call.k[h, t]
-                    self.values[call.layer][h, call.start + t] = call.v[h, t]
+            self.keys[call.layer] = joined(self.keys.get(call.layer), call.k)
+            self.values[call.layer] = joined(self.values.get(call.layer), call.v)
             wanted, back = self.attention(call)
             recalled += back
             close = torch.allclose(call.out, wanted, rtol=1e-5, atol=1e-6)
-            assert close, f"layer {call.layer}, {T} tokens from {call.start} on, blocks came back: {back}"
+            assert close, f"layer {call.layer}, {call.k.shape[1]} tokens from {call.start} on, blocks came back: {back}"
         return recalled
 
     @abstractmethod
@@ -111,31 +111,28 @@ class Text(ABC):
         """Positions that each head has stored."""
         return [sorted(set(range(call.start)) - set(held)) for held in call.held]
 
+    def best(self, positions: list[int], block: int, worth: Tensor) -> list[int]:
+        """Tokens of a block that stand for it."""
+        members = [p for p in positions if p // self.size == block]
+        return sorted(members, key=lambda p: (-float(worth[p]), p))[: self.representatives]
 
-def softmax(logits: list[float]) -> list[float]:
-    top = max(logits)
-    weights = [math.exp(x - top) for x in logits]
-    return [x / sum(weights) for x in weights]
+    def largest(self, worth: dict[int, float]) -> list[int]:
+        """The blocks that come back."""
+        return sorted(worth, key=lambda block: (-worth[block], block))[: self.take]
 
 
 class OurBlocks(Text):
     """``recall=blocks`` over locret, positions compact."""
 
-    def __init__(self, calls, *, size, take, representatives, local, apart, across, body, reading=True) -> None:
-        super().__init__(calls)
-        self.size, self.take, self.representatives, self.local = size, take, representatives, local
+    def __init__(self, calls: list[Call], *, apart: int, across: str, body: int, reading: bool, **form: int) -> None:
+        super().__init__(calls, **form)
         self.apart, self.across, self.body, self.reading = apart, across, body, reading
-        self.scores: list[dict[tuple[int, int], float]] = [{} for _ in self.keys]
-
-    def note(self, call: Call) -> None:
-        q = call.q.flatten(0, 1)[None]
-        found = heads_of("llama")[call.layer](q, call.k[None], call.v[None])[0]
-        for h, scores in enumerate(found.tolist()):
-            for t, score in enumerate(scores):
-                self.scores[call.layer][h, call.start + t] = score
+        self.scores: dict[int, Tensor] = {}
+        self.votes: dict[tuple[int, int], dict[int, float]] = {}
 
     def attention(self, call: Call) -> tuple[Tensor, bool]:
-        self.note(call)
+        new = heads_of("llama")[call.layer](call.q.flatten(0, 1)[None], call.k[None], call.v[None])[0]
+        self.scores[call.layer] = joined(self.scores.get(call.layer), new)
         stored, T = self.stored(call), call.k.shape[1]
         tail = call.start >= self.body
         back = any(stored) and (self.reading or tail)
@@ -143,9 +140,8 @@ class OurBlocks(Text):
         out = torch.zeros_like(call.out)
         for piece in pieces:
             chosen = self.chosen(call, stored, piece) if back else [[] for _ in stored]
-            for h in range(len(stored)):
-                for t in piece:
-                    out[h, :, t] = self.one(call, h, t, stored[h], chosen[h], piece, tail and back)
+            for h, t in product(range(len(stored)), piece):
+                out[h, :, t] = self.one(call, h, t, stored[h], chosen[h], piece, tail and back)
         return out, back
 
     def chosen(self, call: Call, stored: list[list[int]], piece: list[int]) -> list[list[int]]:
@@ -154,20 +150,14 @@ class OurBlocks(Text):
         worth: list[dict[int, float]] = []
         for h, mine in enumerate(stored):
             allowed = blocks[h] if self.across == "head" else anywhere
-            shown = []
-            for block in blocks[h]:
-                members = [p for p in mine if p // self.size == block]
-                members.sort(key=lambda p: (-self.scores[call.layer][h, p], p))
-                shown += members[: self.representatives]
+            shown = [p for block in blocks[h] for p in self.best(mine, block, self.scores[call.layer][h])]
             earlier = call.held[h] + list(range(call.start, call.start + piece[0]))
             shown += [p for p in earlier if p >= FIRST and p // self.size in allowed]
             found = dict.fromkeys(allowed, 0.0)
-            for g in range(call.q.shape[1]):
-                for t in piece:
-                    query = turned(call.q[h, g, t], DISTANCE)
-                    logits = [float(query @ self.keys[call.layer][h, p]) * 8**-0.5 for p in shown]
-                    for p, share in zip(shown, softmax(logits) if logits else [], strict=True):
-                        found[p // self.size] = max(found[p // self.size], share)
+            queries = turned(call.q[h][:, piece], [DISTANCE] * len(piece))
+            shares = (queries @ self.keys[call.layer][h, shown].mT * 8**-0.5).softmax(-1).flatten(0, 1)
+            for p, share in zip(shown, shares.T, strict=True):
+                found[p // self.size] = max(found[p // self.size], float(share.max()))
             worth.append(found)
         if self.across != "head":
             best = {block: max(one[block] for one in worth) for block in anywhere}
@@ -177,27 +167,21 @@ class OurBlocks(Text):
                     before[block] = max(before.get(block, 0.0), best[block])
                 best = {block: before[block] for block in anywhere}
             worth = [best] * len(stored)
-        return [sorted(one, key=lambda block: (-one[block], block))[: self.take] for one in worth]
+        return [self.largest(one) for one in worth]
 
     def one(
         self, call: Call, h: int, t: int, stored: list[int], chosen: list[int], piece: list[int], only: bool
     ) -> Tensor:
         """Output ``[G, D]`` of one token."""
-        back = [p for p in stored if p // self.size in chosen]
         rows = call.held[h] + list(range(call.start, call.start + piece[-1] + 1))
         newest = rows[-len(piece) - self.local :]
         if only and self.local:
             rows = [p for p in rows if p < FIRST or p // self.size in chosen or p in newest]
-        shown = sorted(back + rows)
-        place = {p: rank for rank, p in enumerate(shown)}
-        here = call.start + t
-        out = []
-        for g in range(call.q.shape[1]):
-            query = turned(call.q[h, g, t], place[here])
-            seen = [p for p in shown if p <= here]
-            weights = softmax([float(query @ turned(self.keys[call.layer][h, p], place[p])) * 8**-0.5 for p in seen])
-            out.append(sum(w * self.values[call.layer][h, p] for w, p in zip(weights, seen, strict=True)))
-        return torch.stack(out)
+        rows = sorted([p for p in stored if p // self.size in chosen] + rows)
+        seen = [p for p in rows if p <= call.start + t]  # the token itself is the last
+        query = turned(call.q[h][:, t : t + 1], [len(seen) - 1])
+        logits = query @ turned(self.keys[call.layer][h, seen], range(len(seen))).mT * 8**-0.5
+        return (logits.softmax(-1) @ self.values[call.layer][h, seen])[:, 0]
 
 
 class PublishedInfLLM(Text):
@@ -205,43 +189,34 @@ class PublishedInfLLM(Text):
     distance; a block's key, per query head, is the mean of its tokens that received most attention from nearer than that; the
     mean query of the tokens that are read together finds blocks for all heads."""
 
-    def __init__(self, calls, *, size: int, take: int, representatives: int, local: int) -> None:
-        super().__init__(calls)
-        self.size, self.take, self.representatives, self.local = size, take, representatives, local
-        self.received: dict[tuple[int, int, int, int], float] = {}
-        """Of layer, head, query head of its group, and position."""
+    def __init__(self, calls: list[Call], **form: int) -> None:
+        super().__init__(calls, **form)
+        H, G = calls[0].q.shape[:2]
+        self.received = torch.zeros(len({call.layer for call in calls}), H, G, LENGTH).double()
 
     def attention(self, call: Call) -> tuple[Tensor, bool]:
         stored = self.stored(call)[0]
         chosen = self.chosen(call, stored) if stored else []
         back = [p for p in stored if p // self.size in chosen]
-        H, G, T = call.q.shape[:3]
+        H, _, T = call.q.shape[:3]
         out = torch.zeros_like(call.out)
-        for h in range(H):
-            for g in range(G):
-                for t in range(T):
-                    here = call.start + t
-                    rows = [*back, *call.held[h], *range(call.start, here + 1)]
-                    logits = []
-                    for p in rows:
-                        query = turned(call.q[h, g, t], min(here - p, self.local))
-                        logits.append(float(query @ self.keys[call.layer][h, p]) * 8**-0.5)
-                    weights = softmax(logits)
-                    out[h, g, t] = sum(w * self.values[call.layer][h, p] for w, p in zip(weights, rows, strict=True))
-                    for w, p in zip(weights[len(back) :], rows[len(back) :], strict=True):
-                        if here - p < self.local:
-                            name = call.layer, h, g, p
-                            self.received[name] = self.received.get(name, 0.0) + w
+        for h, t in product(range(H), range(T)):
+            here = call.start + t
+            rows = [*back, *call.held[h], *range(call.start, here + 1)]
+            queries = call.q[h][:, [t] * len(rows)]
+            queries = turned(queries, [min(here - p, self.local) for p in rows])
+            weights = ((queries * self.keys[call.layer][h, rows]).sum(-1) * 8**-0.5).softmax(-1)
+            out[h, :, t] = weights @ self.values[call.layer][h, rows]
+            for w, p in zip(weights.T[len(back) :], rows[len(back) :], strict=True):
+                if here - p < self.local:
+                    self.received[call.layer, h, :, p] += w
         return out, bool(stored)
 
     def chosen(self, call: Call, stored: list[int]) -> list[int]:
         worth = dict.fromkeys([p // self.size for p in stored], 0.0)
-        for h in range(call.q.shape[0]):
-            for g in range(call.q.shape[1]):
-                query = torch.stack([turned(call.q[h, g, t], self.local) for t in range(call.q.shape[2])]).mean(0)
-                for block in worth:
-                    members = [p for p in stored if p // self.size == block]
-                    members.sort(key=lambda p: (-self.received[call.layer, h, g, p], p))
-                    best = members[: self.representatives]
-                    worth[block] += float(query @ sum(self.keys[call.layer][h, p] for p in best)) / len(best)
-        return sorted(worth, key=lambda block: (-worth[block], block))[: self.take]
+        H, G, T = call.q.shape[:3]
+        for h, g, block in product(range(H), range(G), worth):
+            query = turned(call.q[h, g], [self.local] * T).mean(0)
+            best = self.best(stored, block, self.received[call.layer, h, g])
+            worth[block] += float(query @ self.keys[call.layer][h, best].mean(0))
+        return self.largest(worth)

@@ -1,4 +1,4 @@
-"""Llama and Phi-3 in float64, with rotary frequencies from the papers and StreamingLLM's slots at both position schemes.
+"""Decoders with rotary frequencies from the papers and StreamingLLM's slots at both position schemes.
 
 Imports nothing of the kit. Sources: RoFormer, arXiv 2104.09864; linear interpolation, arXiv 2306.15595; YaRN, arXiv 2309.00071
 (and dynamic NTK, its section 3); LongRoPE, arXiv 2402.13753; Llama 3's scaling as its reference implementation has it.
@@ -6,10 +6,15 @@ Imports nothing of the kit. Sources: RoFormer, arXiv 2104.09864; linear interpol
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
+import torch
+from attention_oracle import attention, turned
 from tiny_decoders.simulation import SINKS, Plan
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
 
 Rope = Mapping[str, Any]
 
@@ -57,75 +62,35 @@ def frequencies(rope: Rope, channels: int, context: int, span: int) -> tuple[np.
     raise ValueError(f"rope_type={kind!r} is not written here")
 
 
-def rotated(x: np.ndarray, places: np.ndarray, rates: np.ndarray, factor: float) -> np.ndarray:
-    """``[heads, T, D]`` at ``places [T]``: channel j of the first half turns with channel j of the second."""
-    half = len(rates)
-    angle = places[:, None] * rates
-    cos, sin = factor * np.cos(angle), factor * np.sin(angle)
-    a, b = x[..., :half], x[..., half : 2 * half]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], axis=-1)
+AttentionInterface.register("rotated", lambda module, *given, **_: module.config.oracle(*given[:3]))
+AttentionMaskInterface.register("rotated", lambda *_, **__: None)
 
 
-class Oracle:
-    """A decoder from its weights by name (float64) and its configuration."""
+def logits(model: Any, ids: Sequence[int], plan: Plan, positions: str) -> Tensor:
+    """``[T, V]`` of a model whose own rotation stands still, each chunk of the text read with the slots that StreamingLLM
+    left."""
+    config, span = model.config, plan.prompt if positions == "original" else min(plan.prompt, plan.budget + plan.chunk)
+    channels = config.hidden_size // config.num_attention_heads
+    rates, factor = frequencies(config.rope_parameters, channels, config.max_position_embeddings, span)
 
-    def __init__(self, weights: Mapping[str, np.ndarray], config: Any) -> None:
-        self.weights, self.config = weights, config
-        self.Q, self.H, self.L = config.num_attention_heads, config.num_key_value_heads, config.num_hidden_layers
-        self.D = config.hidden_size // self.Q
+    def rotated(x: Tensor, places: Sequence[int]) -> Tensor:
+        turning = turned(x, torch.tensor(places)[:, None] * torch.from_numpy(rates))
+        turning[..., : 2 * len(rates)] *= factor
+        return turning
 
-    def logits(self, ids: Sequence[int], plan: Plan, positions: str) -> np.ndarray:
-        """``[T, V]``, each chunk of the text read with the slots that StreamingLLM left."""
-        span = plan.prompt if positions == "original" else min(plan.prompt, plan.budget + plan.chunk)
-        rates, factor = frequencies(self.config.rope_parameters, self.D, self.config.max_position_embeddings, span)
-        rows: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(self.L)]
-        held: list[int] = []
-        out = []
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+        held, out = list[int](), []
         for start, end, keep in plan.blocks(len(ids)):
             held += range(start, end)
-            places = np.array(held if positions == "original" else range(len(held)))
-            x = self.weights["model.embed_tokens.weight"][list(ids[start:end])]
-            for layer in range(self.L):
-                x = self._layer(layer, x, rows[layer], places, rates, factor)
-            out.append(self._norm(x, "model.norm") @ self.weights["lm_head.weight"].T)
+            places = held if positions == "original" else range(len(held))
+            queries = rotated(q[:, :, start:end], places[start - end :])
+            out.append(attention(queries, rotated(k[:, :, held], places), v[:, :, held], channels**-0.5))
             if keep is not None and len(held) > keep:
-                stay = [i for i, t in enumerate(held) if t < SINKS or i >= len(held) - (keep - SINKS)]
-                held = [held[i] for i in stay]
-                rows = [[own[i] for i in stay] for own in rows]
-        return np.concatenate(out)
+                held = [t for i, t in enumerate(held) if t < SINKS or i >= len(held) - (keep - SINKS)]
+        return torch.cat(out, 2).transpose(1, 2), None
 
-    def _layer(
-        self, layer: int, x: np.ndarray, rows: list, places: np.ndarray, rates: np.ndarray, factor: float
-    ) -> np.ndarray:
-        """Hidden states ``[T, E]`` after a layer, whose ``rows`` gain the new tokens' key and value before RoPE."""
-        T, at = len(x), f"model.layers.{layer}"
-        q, k, v = self._attention_inputs(self._norm(x, f"{at}.input_layernorm"), f"{at}.self_attn")
-        rows += [(k[:, t], v[:, t]) for t in range(T)]
-        keys = rotated(np.stack([k for k, _ in rows], axis=1), places, rates, factor)
-        values = np.stack([v for _, v in rows], axis=1)
-        queries, G, out = rotated(q, places[-T:], rates, factor), self.Q // self.H, np.empty_like(q)
-        for head in range(self.Q):
-            logits = queries[head] @ keys[head // G].T / math.sqrt(self.D)
-            logits[np.triu_indices(T, len(rows) - T + 1, len(rows))] = -np.inf  # tokens that come later
-            weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-            out[head] = weights / weights.sum(axis=1, keepdims=True) @ values[head // G]
-        x = x + out.transpose(1, 0, 2).reshape(T, -1) @ self.weights[f"{at}.self_attn.o_proj.weight"].T
-        gate, up = self._mlp_inputs(self._norm(x, f"{at}.post_attention_layernorm"), f"{at}.mlp")
-        return x + gate / (1 + np.exp(-gate)) * up @ self.weights[f"{at}.mlp.down_proj.weight"].T
-
-    def _attention_inputs(self, x: np.ndarray, at: str) -> list[np.ndarray]:
-        """q ``[Q, T, D]``, k and v ``[H, T, D]`` before RoPE."""
-        if f"{at}.qkv_proj.weight" in self.weights:
-            parts = np.split(x @ self.weights[f"{at}.qkv_proj.weight"].T, np.cumsum([self.Q, self.H]) * self.D, axis=1)
-        else:
-            parts = [x @ self.weights[f"{at}.{name}_proj.weight"].T for name in "qkv"]
-        return [part.reshape(len(x), -1, self.D).transpose(1, 0, 2) for part in parts]
-
-    def _mlp_inputs(self, x: np.ndarray, at: str) -> list[np.ndarray]:
-        if f"{at}.gate_up_proj.weight" in self.weights:
-            return np.split(x @ self.weights[f"{at}.gate_up_proj.weight"].T, 2, axis=1)
-        return [x @ self.weights[f"{at}.{name}_proj.weight"].T for name in ("gate", "up")]
-
-    def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
-        scale = np.sqrt((x**2).mean(-1, keepdims=True) + self.config.rms_norm_eps)
-        return x / scale * self.weights[f"{name}.weight"]
+    model, one, zero = deepcopy(model), torch.ones_like, torch.zeros_like
+    model.get_decoder().rotary_emb.register_forward_hook(lambda module, given, found: (one(found[0]), zero(found[1])))
+    model.set_attn_implementation("rotated")
+    model.config.oracle = attend
+    return model(torch.tensor([[*ids]]), use_cache=False).logits[0]

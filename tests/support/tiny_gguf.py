@@ -12,39 +12,39 @@ from tiny_models import LONGROPE, tiny_model
 from tiny_tokenizer import tiny_tokenizer
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 SIZES = dict(
-    vocab_size=len(tiny_tokenizer()),
-    hidden_size=64,
-    intermediate_size=96,
-    num_attention_heads=4,
-    num_hidden_layers=6,
+    vocab_size=len(tiny_tokenizer()), hidden_size=64, intermediate_size=96, num_attention_heads=4, num_hidden_layers=6,
     eos_token_id=1,
-)
+)  # fmt: skip
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3", "gemma3_text": "gemma3",
-    "smollm3": "smollm3",
+    "smollm3": "smollm3", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "lfm2": "lfm2",
 }  # fmt: skip
+FIELDS = {
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size", "head_count": "num_attention_heads", "head_count_kv": "num_key_value_heads",
+    "layer_norm_rms_eps": "rms_norm_eps", "shortconv_l_cache": "conv_L_cache", "sliding_window": "sliding_window",
+    "rope_scaling_orig_ctx_len": "original_max_position_embeddings", "ssm_conv_kernel": "linear_conv_kernel_dim",
+    "ssm_state_size": "linear_key_head_dim", "ssm_group_count": "linear_num_key_heads",
+    "ssm_time_step_rank": "linear_num_value_heads", "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size", "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+}  # fmt: skip
+"""Fields of files, and those of configurations."""
 LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 SCALED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama", dict(rope_parameters={**LLAMA3, "original_max_position_embeddings": 8192})),
     "linear": ("llama", dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0))),
-    "yarn": (
-        "qwen2",
-        dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=128)),
-    ),
-    "longrope": (
-        "phi3",
-        {
-            **LONGROPE,
-            "rope_parameters": {
-                **LONGROPE["rope_parameters"],
-                "short_factor": [1.0 + i / 10 for i in range(8)],
-                "long_factor": [2.0 + i for i in range(8)],
-            },
-        },
-    ),
-}
+    "yarn": ("qwen2", dict(
+        rope_parameters=dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=128)
+    )),
+    "longrope": ("phi3", {**LONGROPE, "rope_parameters": {
+        **LONGROPE["rope_parameters"], "short_factor": [1.0 + i / 10 for i in range(8)],
+        "long_factor": [2.0 + i for i in range(8)],
+    }}),
+}  # fmt: skip
 """Scaling -> a family that has it, and its settings."""
 
 
@@ -65,142 +65,83 @@ def tiny_source(family: str, **changes: Any) -> Any:
     return model
 
 
-def write_gguf(path: Path, model: Any, form: str, tokenizer: Any = None, **split: Any) -> Path:
-    """Convert a model, whose matrices become what the file's are. ``split``: how ``GGUFWriter`` makes parts of it."""
-    config = model.config
-    arch = ARCHITECTURES[config.model_type]
-    writer = GGUFWriter(path, arch, **split)
-    writer.add_name(f"Tiny {config.model_type}")
-    _add_fields(writer, config)
-    _add_tokenizer(writer, tokenizer or tiny_tokenizer(), config.vocab_size)
-    _add_rotation(writer, config)
-    names = _names(arch, config.num_hidden_layers)
-    kind = GGMLQuantizationType[form]
-    for name, weight in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        data = weight.float().numpy()
-        if data.ndim == 1:
-            data = data + 1 if arch == "gemma3" else data
-            packed, written = data, GGMLQuantizationType.F32
-        else:
-            packed, written = quants.quantize(data, kind), kind
-            weight.copy_(torch.from_numpy(quants.dequantize(packed, kind)))
-        if arch in ("llama", "smollm3") and ".q_proj." in name:
-            packed = permute(packed, config.num_attention_heads)
-        if arch in ("llama", "smollm3") and ".k_proj." in name:
-            packed = permute(packed, config.num_key_value_heads)
-        stem, leaf = name.rsplit(".", 1)
-        writer.add_tensor(f"{names.get_name(stem)}.{leaf}", packed, raw_dtype=written)
-    return _written(writer, path)
-
-
 def newer_source(arch: str) -> Any:
     """A random model of an architecture that transformers reads, with two value heads for each key head in states."""
     kind = {"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text", "lfm2": "lfm2"}[arch]
     more: dict[str, Any] = dict(layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False)
     if arch != "lfm2":
-        more = dict(
-            head_dim=32,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
-        )
+        more = {f"linear_{name}_head_dim": 16 for name in ("key", "value")}
+        more |= dict(head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4)
     if arch == "qwen35moe":
         more |= dict(moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
-    sizes = {
-        **SIZES,
-        "num_hidden_layers": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-    }
+    sizes = dict(num_hidden_layers=4, num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=False)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **more)).eval().requires_grad_(False)
+    config = AutoConfig.for_model(kind, **{**SIZES, **sizes}, **more)
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     for weight in model.parameters():
         weight.add_(torch.randn_like(weight) / (4 if weight.dim() == 1 else 8))
     return model
 
 
-def write_newer_gguf(path: Path, model: Any, arch: str, form: str, **split: Any) -> Path:
-    """Convert such a model as llama.cpp's converter does; its matrices become what the file's are."""
-    config, state, tiny = model.config, model.state_dict(), tiny_tokenizer()
+def write_gguf(path: Path, model: Any, form: str, tokenizer: Any = None, **split: Any) -> Path:
+    """Convert a model, whose matrices become what the file's are. ``split``: how ``GGUFWriter`` makes parts of it."""
+    config, kind = model.config, GGMLQuantizationType[form]
+    arch = ARCHITECTURES[config.model_type]
     writer = GGUFWriter(path, arch, **split)
-    for name, value in dict(
-        context_length=config.max_position_embeddings, embedding_length=config.hidden_size, head_count=config.num_attention_heads,
-        block_count=config.num_hidden_layers, feed_forward_length=config.intermediate_size,
-        rope_freq_base=1e6 if arch == "lfm2" else 1e4,
-    ).items():  # fmt: skip
-        getattr(writer, f"add_{name}")(value)
-    _add_tokenizer(writer, tiny, config.vocab_size)
-    if arch == "lfm2":
-        writer.add_head_count_kv([2 if kind == "full_attention" else 0 for kind in config.layer_types])
-        writer.add_shortconv_l_cache(config.conv_L_cache)
-        writer.add_layer_norm_rms_eps(config.norm_eps)
-    else:
-        writer.add_head_count_kv(config.num_key_value_heads)
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        writer.add_key_length(config.head_dim)
-        writer.add_full_attention_interval(4)
-        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
-        writer.add_ssm_state_size(config.linear_key_head_dim)
-        writer.add_ssm_group_count(config.linear_num_key_heads)
-        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
-        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
-        writer.add_rope_dimension_sections([2, 1, 1, 0])
-        writer.add_rope_dimension_count(8)
-    if arch == "qwen35moe":
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-        writer.add_expert_count(config.num_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-    names = _names(arch, config.num_hidden_layers)
-    kind = GGMLQuantizationType[form]
-
-    def tiled(rows: np.ndarray, size: int) -> np.ndarray:
-        """Value heads with those of one key head apart, as in llama.cpp."""
-        return rows.reshape(2, 2, size, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
-
-    def written(name: str, weight: torch.Tensor) -> np.ndarray:
-        data, value = weight.float().numpy(), 16
-        if name.endswith("norm.weight") and arch != "lfm2" and "linear_attn" not in name:
-            return data + 1
-        if name.endswith("A_log"):
-            return tiled(-np.exp(data), 1)
-        if name.endswith(("dt_bias", "in_proj_a.weight", "in_proj_b.weight")):
-            return tiled(data, 1)
-        if name.endswith("in_proj_z.weight"):
-            return tiled(data, value)
-        if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
-            return np.concatenate([data[:64], tiled(data[64:], value)]).squeeze()
-        if name.endswith("linear_attn.out_proj.weight"):
-            return np.ascontiguousarray(tiled(data.T, value).T)
-        return data.squeeze()
-
-    for name, weight in state.items():
+    _add_fields(writer, config, arch)
+    _add_tokenizer(writer, tokenizer or tiny_tokenizer(), config.vocab_size)
+    _add_rotation(writer, config)
+    numbers = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(numbers[arch], config.num_hidden_layers)
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
         stem, leaf = name.rsplit(".", 1) if name.endswith((".weight", ".bias")) else (name, "")
         to = names.get_name(stem) or name.replace("model.layers", "blk").replace("linear_attn.dt_bias", "ssm_dt.bias")
         to += f".{leaf}" if leaf else ".weight" if ".experts." in name else ""
-        if weight.dim() > 1 and "conv" not in name.split(".")[-2]:
+        plain = weight.dim() == 1 or "conv" in stem.split(".")[-1]
+        if not plain:
             across = name.endswith("linear_attn.out_proj.weight")  # its columns are moved, and with them the blocks
-            data = written(name, weight) if across else weight.numpy()
-            rounded = quants.dequantize(quants.quantize(data, kind), kind)
-            weight.copy_(torch.from_numpy(written(name, torch.from_numpy(rounded)) if across else rounded))
-        halves = zip(("gate", "up"), weight.chunk(2, 1), strict=True) if "gate_up" in to else [("", weight)]
+            data = _laid(name, weight, config, arch) if across else weight.numpy()
+            rounded = torch.from_numpy(quants.dequantize(quants.quantize(data, kind), kind))
+            weight.copy_(torch.from_numpy(_laid(name, rounded, config, arch)) if across else rounded)
+        halves = zip(("gate", "up"), weight.chunk(2, 1), strict=True) if "gate_up_exps" in to else [("", weight)]
         for half, part in halves:
-            data = written(name, part)
-            plain = data.ndim == 1 or "conv" in to.split(".")[-2]
+            data, form_of = _laid(name, part, config, arch), GGMLQuantizationType.F32 if plain else kind
             packed = data if plain else quants.quantize(data, kind)
-            writer.add_tensor(
-                to.replace("gate_up", half), packed, raw_dtype=GGMLQuantizationType.F32 if plain else kind
-            )
+            writer.add_tensor(to.replace("gate_up", half) if half else to, packed, raw_dtype=form_of)
     return _written(writer, path)
 
 
-def _names(arch: str, layers: int) -> gguf.TensorNameMap:
-    """From transformers' names of tensors to GGUF's."""
-    return gguf.get_tensor_name_map({name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch], layers)
+def _laid(name: str, weight: torch.Tensor, config: Any, arch: str) -> np.ndarray:
+    """A tensor as the converter lays it out."""
+    data = weight.float().numpy()
+    if arch in ("llama", "smollm3") and (".q_proj." in name or ".k_proj." in name):
+        heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
+        # as LlamaModel.permute
+        return data.reshape(heads, 2, len(data) // heads // 2, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
+    if arch == "gemma3" and data.ndim == 1:
+        return data + 1
+    if not arch.startswith("qwen35"):
+        return data.squeeze()
+
+    def tiled(rows: np.ndarray, size: int) -> np.ndarray:
+        """Value heads with those of one key head apart."""
+        return rows.reshape(2, 2, size, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
+
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        return data + 1
+    if name.endswith("A_log"):
+        return tiled(-np.exp(data), 1)
+    if name.endswith(("dt_bias", "in_proj_a.weight", "in_proj_b.weight")):
+        return tiled(data, 1)
+    if name.endswith("in_proj_z.weight"):
+        return tiled(data, 16)
+    if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        return np.concatenate([data[:64], tiled(data[64:], 16)]).squeeze()
+    if name.endswith("linear_attn.out_proj.weight"):
+        return np.ascontiguousarray(tiled(data.T, 16).T)
+    return data.squeeze()
 
 
 def _written(writer: GGUFWriter, path: Path) -> Path:
@@ -211,32 +152,25 @@ def _written(writer: GGUFWriter, path: Path) -> Path:
     return path
 
 
-def permute(rows: np.ndarray, heads: int) -> np.ndarray:
-    """As ``LlamaModel.permute`` of llama.cpp's converter."""
-    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def _add_fields(writer: GGUFWriter, config: Any) -> None:
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_key_length(size)
-    writer.add_value_length(size)
-    if config.model_type == "gemma3_text":
-        writer.add_sliding_window(config.sliding_window)
+def _add_fields(writer: GGUFWriter, config: Any, arch: str) -> None:
+    fields = {name: getattr(config, own, None) for name, own in FIELDS.items()}
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    fields |= dict(name=f"Tiny {config.model_type}", key_length=size, file_type=gguf.LlamaFileType.MOSTLY_Q8_0)
+    if arch == "lfm2":
+        fields["layer_norm_rms_eps"] = config.norm_eps
+        fields["head_count_kv"] = [2 if kind == "full_attention" else 0 for kind in config.layer_types]
+    elif arch.startswith("qwen35"):
+        fields |= dict(full_attention_interval=4, rope_dimension_sections=[2, 1, 1, 0], rope_dimension_count=8)
+        fields["ssm_inner_size"] = config.linear_num_value_heads * config.linear_value_head_dim
     else:
-        writer.add_rope_dimension_count(size)
-        writer.add_vocab_size(config.vocab_size)
-    if config.model_type == "phi3":
-        writer.add_sliding_window(config.sliding_window or 0)
-        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+        fields["value_length"] = size
+        if arch != "gemma3":
+            fields |= dict(rope_dimension_count=size, vocab_size=config.vocab_size)
+        if arch == "phi3":
+            fields["sliding_window"] = config.sliding_window or 0
+    for name, value in fields.items():
+        if value is not None:
+            getattr(writer, f"add_{name}")(value)
 
 
 def _add_rotation(writer: GGUFWriter, config: Any) -> None:
@@ -250,18 +184,10 @@ def _add_rotation(writer: GGUFWriter, config: Any) -> None:
             writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
             writer.add_rope_scaling_factor(rope["factor"])
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        case "llama3":  # as LlamaModel.generate_extra_tensors
-            low = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
-            high = rope["original_max_position_embeddings"] / rope["high_freq_factor"]
-            factors = []
-            for i in range(0, config.head_dim, 2):
-                length = 2 * np.pi * rope["rope_theta"] ** (i / config.head_dim)
-                smooth = (rope["original_max_position_embeddings"] / length - rope["low_freq_factor"]) / (
-                    rope["high_freq_factor"] - rope["low_freq_factor"]
-                )
-                between = 1 / ((1 - smooth) / rope["factor"] + smooth)
-                factors.append(1.0 if length < high else rope["factor"] if length > low else between)
-            writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
+        case "llama3":
+            plain = rope["rope_theta"] ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
+            factors = plain / ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0]
+            writer.add_tensor("rope_freqs.weight", factors.numpy())
         case "longrope":  # as Phi3MiniModel.generate_extra_tensors
             scale = config.max_position_embeddings / config.original_max_position_embeddings
             factor = np.sqrt(1 + np.log(scale) / np.log(config.original_max_position_embeddings))
@@ -279,15 +205,10 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: Any, size: int) -> None:
         for i, t in enumerate(tokens)
     ]
     merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
-    writer.add_token_merges([" ".join(pair) for pair in merges])
-    writer.add_bos_token_id(tokenizer.bos_token_id)
-    writer.add_eos_token_id(tokenizer.eos_token_id)
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(tokenizer.chat_template)
+    _add_vocabulary(
+        writer, "gpt2", "gpt-2", tokens, kinds, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        token_merges=[" ".join(pair) for pair in merges], add_bos_token=False, chat_template=tokenizer.chat_template,
+    )  # fmt: skip
 
 
 def write_sentencepiece(path: Path, architecture: str) -> Path:
@@ -317,11 +238,14 @@ def _write_vocabulary(
 ) -> Path:  # fmt: skip
     writer = GGUFWriter(path, architecture)
     writer.add_context_length(64)
-    writer.add_tokenizer_model(model)
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types([kinds.get(token, TokenType.NORMAL) for token in tokens])
-    for name, value in (("bos_token_id", ends[0]), ("eos_token_id", ends[1]), *more.items()):
-        getattr(writer, f"add_{name}")(value)
+    kinds_of = [kinds.get(token, TokenType.NORMAL) for token in tokens]
+    _add_vocabulary(writer, model, pre, tokens, kinds_of, bos_token_id=ends[0], eos_token_id=ends[1], **more)
     writer.add_tensor("blk.0.attn_norm.weight", np.ones(4, np.float32))
     return _written(writer, path)
+
+
+def _add_vocabulary(writer: GGUFWriter, model: str, pre: str, tokens: list[str], kinds: list, **more: Any) -> None:
+    for name, value in dict(
+        tokenizer_model=model, tokenizer_pre=pre, token_list=tokens, token_types=kinds, **more
+    ).items():
+        getattr(writer, f"add_{name}")(value)

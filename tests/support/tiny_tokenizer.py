@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 TEMPLATE = (
@@ -28,11 +28,22 @@ def byte_level(texts: list[str], size: int, special: tuple[str, ...] = SPECIAL) 
     return bpe
 
 
-def chatting(bpe: Tokenizer, template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """The tokenizer as transformers has it, with a chat template."""
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=SPECIAL[0], eos_token=SPECIAL[1])
+def chatting(
+    bpe: Tokenizer, template: str | None = TEMPLATE, ends: tuple[str, ...] = SPECIAL
+) -> PreTrainedTokenizerFast:
+    """The tokenizer as transformers has it, with a chat template, and tokens that begin and end a text."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=ends[0], eos_token=ends[1])
     tokenizer.chat_template = template
     return tokenizer
+
+
+def controlled(
+    bpe: Tokenizer, special: tuple[str, ...], others: tuple[str, ...], template: str, rstrip: bool = False
+) -> PreTrainedTokenizerFast:
+    """The same with special tokens, the first of which begin and end a text, and with other tokens."""
+    bpe.add_special_tokens([AddedToken(text, special=True, rstrip=rstrip, normalized=False) for text in special])
+    bpe.add_tokens([AddedToken(text, normalized=False) for text in others])
+    return chatting(bpe, template, special)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
