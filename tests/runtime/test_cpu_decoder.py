@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 from decoder_runs import alike, decoded, same
-from policy_runs import LENGTH, SMALL, backbone, heads_of, held, make, tokens
+from policy_runs import LENGTH, SMALL, answer, backbone, heads_of, held, make, tokens
 from scripts_loaded import load_script
 from tiny_models import tiny_model
 
@@ -18,7 +18,7 @@ from locret_kit.backbones.gguf.gguf_model import PackedEmbedding, PackedLinear
 from locret_kit.runtime.drivers.capture import NoDriver, warn
 from locret_kit.runtime.drivers.cpu import CpuDriver, cpu_driver
 from locret_kit.runtime.engine import Engine, Request
-from locret_kit.runtime.session import Sampling, decode, prefill
+from locret_kit.runtime.session import prefill
 
 packed_matrix = load_script("scripts/kernel_cases.py").packed_matrix
 WIDE = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, attention_bias=True)
@@ -131,17 +131,14 @@ def test_bfloat16_is_as_near_to_the_truth_as_the_plain_forward():
 
 def test_a_text_is_the_same_in_any_company():
     """Bit for bit: in a batch of several lengths, policies and threads as alone."""
-    model = backbone()
     lengths = {"locret": 83, "h2o": 41, "ada-locret": 60, "snapkv(6,3)": 77, "knorm": 30}
-    said = {}
-    with attach(model), torch.inference_mode():
-        decoder = CpuDriver(model)
-        caches = {name: make(name, length=length) for name, length in lengths.items()}
-        for name, cache in caches.items():
-            prefill(model, tokens(lengths[name]), cache)
-        alone = {name: make(name, length=length) for name, length in lengths.items()}
+    decoder, said = CpuDriver(backbone()), {}
+    caches, alone = ({name: make(name, length=length) for name, length in lengths.items()} for _ in range(2))
+    for name, length in lengths.items():
+        for cache in (caches[name], alone[name]):
+            prefill(backbone(), tokens(length), cache)
+    with attach(backbone()), torch.inference_mode():
         for name, cache in alone.items():
-            prefill(model, tokens(lengths[name]), cache)
             said[name] = torch.stack([decoder([cache], [token])[0] for token in tokens(20, seed=2)])
         torch.set_num_threads(3)
         try:
@@ -217,14 +214,9 @@ def test_without_a_compiler_tokens_are_decoded_all_the_same(monkeypatch, caplog)
     monkeypatch.setenv("CXX", "no-such-compiler")
     cpp.load.cache_clear()
     warn.cache_clear()
-    model, ids = tiny_model("llama").double(), tokens()
+    model, rests = tiny_model("llama").double(), ({}, {}, dict(backend="reference"))
     try:
-        said = []
-        for cache in (make("locret"), make("locret"), make("locret", backend="reference")):
-            with attach(model), torch.inference_mode():
-                logits = prefill(model, ids, cache)
-                rest = dict(prompt=ids, max_new_tokens=12, sampling=Sampling(), stop=frozenset())
-                said.append(list(decode(model, cache, logits, **rest)))
+        said = [answer(make("locret", **rest), tokens(), 12, model) for rest in rests]
     finally:
         cpp.load.cache_clear()
     assert said[0] == said[1] == said[2]
@@ -233,16 +225,10 @@ def test_without_a_compiler_tokens_are_decoded_all_the_same(monkeypatch, caplog)
 
 @pytest.mark.parametrize("policy", ["locret", "ada-locret"])
 def test_a_session_and_a_batch_decode_so(policy):
-    model, ids = backbone(), tokens()
     caches = [make(policy), make(policy, backend="reference"), make(policy)]
-    rest = dict(prompt=ids, max_new_tokens=30, sampling=Sampling(), stop=frozenset())
-    said = []
-    with attach(model), torch.inference_mode():
-        for cache in caches[:2]:
-            logits = prefill(model, ids, cache)
-            said.append(list(decode(model, cache, logits, **rest)))
-    batch = Engine(model, frozenset())
-    text = batch.add(Request(ids, 30), lambda: caches[2])
+    said = [answer(cache, tokens(), 30) for cache in caches[:2]]
+    batch = Engine(backbone(), frozenset())
+    text = batch.add(Request(tokens(), 30), lambda: caches[2])
     while batch.running:
         batch.step()
     assert said[0] == said[1] == text.tokens

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from decoder_runs import STEPS, decoded, same
-from policy_runs import backbone, make, tokens
+from policy_runs import answer, backbone, make, tokens
 from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)
 
 from locret_kit import BoundedCache, attach
@@ -21,7 +21,7 @@ from locret_kit.runtime.drivers.dense import DenseStep
 from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.engine import Engine
 from locret_kit.runtime.sequence import Request
-from locret_kit.runtime.session import Sampling, decode, prefill
+from locret_kit.runtime.session import prefill
 
 pytestmark = pytest.mark.usefixtures("on_the_reference")
 RULES = ["compact", "original", "clipped(60)"]
@@ -208,19 +208,12 @@ def test_the_guard_sees_what_it_must(inference):
         assert not reads.found
 
 
-def decode_on(model, cache, **rest) -> list[int]:
-    logits = prefill(model, tokens(), cache)
-    given = dict(prompt=tokens(), max_new_tokens=6, sampling=Sampling(), stop=frozenset(), **rest)
-    return list(decode(model, cache, logits, **given))
-
-
 def test_decode_chooses(monkeypatch):
     monkeypatch.undo()  # the backend that the device's rule chooses
-    model, caches = backbone(), [make("h2o") for _ in range(3)]
-    with attach(model):
-        assert decode_on(model, caches[0], graph=None) == decode_on(model, caches[1], graph=False)
-        with pytest.raises(ValueError, match="graph=True is not possible here: CUDA graphs need a CUDA device, not"):
-            decode_on(model, caches[2], graph=True)
+    caches = [make("h2o") for _ in range(3)]
+    assert answer(caches[0], tokens(), 6, graph=None) == answer(caches[1], tokens(), 6, graph=False)
+    with pytest.raises(ValueError, match="graph=True is not possible here: CUDA graphs need a CUDA device, not"):
+        answer(caches[2], tokens(), 6, graph=True)
     assert caches[0].counters.decoding == caches[1].counters.decoding == "cpu"
 
 

@@ -34,7 +34,6 @@ RESETS = [
 ]  # fmt: skip
 
 
-@torch.no_grad()
 def test_an_interrupt_leaves_nothing_behind():
     """The cache is freed, and the guard of a model that is not attached still works."""
     model, ids = tiny_model("llama"), tokens(20)
@@ -54,7 +53,6 @@ def test_an_interrupt_leaves_nothing_behind():
     assert alive() is None
 
 
-@torch.no_grad()
 def test_real_signals_leave_nothing_behind(monkeypatch):
     """SIGINT at moments all over a prefill; again where Python dropped it, as in a destructor."""
     monkeypatch.setattr(sys, "unraisablehook", lambda dropped: None)  # pytest's would hold frames, and they the caches
@@ -102,7 +100,6 @@ def interrupted(work: Callable[[], None], n: int) -> bool:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-@torch.no_grad()
 def test_an_interrupt_while_attaching_or_detaching_leaves_the_model_as_it_was(family):
     """At every call within both, one after the other."""
     model, ids = tiny_model(family), tokens(20)
@@ -133,7 +130,6 @@ def test_an_interrupt_while_attaching_or_detaching_leaves_the_model_as_it_was(fa
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
-@torch.no_grad()
 def test_an_interrupted_cache_is_refused(layer):
     """Its layers have seen different numbers of tokens, or the last one has not evicted yet."""
     model, ids = tiny_model("llama"), tokens(20)[0].tolist()
@@ -153,7 +149,6 @@ def test_an_interrupted_cache_is_refused(layer):
     assert torch.equal(cache.kept_positions(1), fresh.kept_positions(1))
 
 
-@torch.no_grad()
 def test_attaching_does_not_disturb_a_thread_without_a_cache():
     model, ids = tiny_model("llama"), tokens(60)
     wanted = model(input_ids=ids).logits
@@ -172,7 +167,6 @@ def test_attaching_does_not_disturb_a_thread_without_a_cache():
     assert all(torch.equal(logits, wanted) for logits in found)
 
 
-@torch.no_grad()
 def test_detaching_under_a_running_forward_is_said():
     model, ids = tiny_model("llama"), tokens(8)
     attachment = attach(model)
@@ -181,7 +175,6 @@ def test_detaching_under_a_running_forward_is_said():
         model(input_ids=ids, **{CACHE: BoundedCache(16, "streaming")})
 
 
-@torch.no_grad()
 def test_a_model_that_is_attached_once_answers_many_threads():
     model, ids = tiny_model("llama"), tokens(50)[0].tolist()
 
@@ -201,7 +194,6 @@ def test_a_model_that_is_attached_once_answers_many_threads():
 @pytest.mark.parametrize(
     ("family", "policy", "first", "second", "more"), [*(("llama", *one) for one in RESETS), ("gemma3", *RESETS[1])]
 )
-@torch.no_grad()
 def test_reset_for_another_length_equals_a_new_cache(family, policy, first, second, more):
     model = tiny_model(family)
     heads = tiny_heads(model, 32, seed=1)
@@ -220,7 +212,6 @@ def test_reset_for_another_length_equals_a_new_cache(family, policy, first, seco
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "full"])
-@torch.no_grad()
 def test_reset_alone_forgets_the_length(policy):
     """A longer and a shorter text, as ``model.generate`` reads them: the answers of a new cache."""
     model = tiny_model("llama")
