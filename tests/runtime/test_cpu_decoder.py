@@ -17,7 +17,6 @@ from locret_kit import BoundedCache, attach
 from locret_kit.backbones.gguf.gguf_model import PackedEmbedding, PackedLinear
 from locret_kit.runtime.drivers.capture import NoDriver, warn
 from locret_kit.runtime.drivers.cpu import CpuDriver, cpu_driver
-from locret_kit.runtime.engine import Engine, Request
 from locret_kit.runtime.session import prefill
 
 packed_matrix = load_script("scripts/kernel_cases.py").packed_matrix
@@ -214,23 +213,11 @@ def test_without_a_compiler_tokens_are_decoded_all_the_same(monkeypatch, caplog)
     monkeypatch.setenv("CXX", "no-such-compiler")
     cpp.load.cache_clear()
     warn.cache_clear()
-    model, rests = tiny_model("llama").double(), ({}, {}, dict(backend="reference"))
+    caches = [make("locret"), make("locret"), make("locret", backend="reference")]
     try:
-        said = [answer(make("locret", **rest), tokens(), 12, model) for rest in rests]
+        said = [answer(cache, tokens(), 12, tiny_model("llama").double()) for cache in caches]
     finally:
         cpp.load.cache_clear()
+    assert caches[2].counters.decoding.startswith("dynamic: backend")
     assert said[0] == said[1] == said[2]
     assert [record.getMessage().count("no C++ compiler") for record in caplog.records] == [1]
-
-
-@pytest.mark.parametrize("policy", ["locret", "ada-locret"])
-def test_a_session_and_a_batch_decode_so(policy):
-    caches = [make(policy), make(policy, backend="reference"), make(policy)]
-    said = [answer(cache, tokens(), 30) for cache in caches[:2]]
-    batch = Engine(backbone(), frozenset())
-    text = batch.add(Request(tokens(), 30), lambda: caches[2])
-    while batch.running:
-        batch.step()
-    assert said[0] == said[1] == text.tokens
-    assert caches[0].counters.decoding == caches[2].counters.decoding == "cpu"
-    assert caches[1].counters.decoding.startswith("dynamic: backend")

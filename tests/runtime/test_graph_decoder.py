@@ -16,7 +16,7 @@ from locret_kit.cache.due import Schedule
 from locret_kit.runtime import drivers
 from locret_kit.runtime.drivers import PlainDriver, logits_after
 from locret_kit.runtime.drivers import graph as driver
-from locret_kit.runtime.drivers.capture import SyncDetector
+from locret_kit.runtime.drivers.capture import SyncDetector, warn
 from locret_kit.runtime.drivers.dense import DenseStep
 from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.engine import Engine
@@ -224,6 +224,7 @@ def test_a_capture_that_fails_loses_no_token(monkeypatch, caplog):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(TapedDecoder, "_captured", fails)
+    warn.cache_clear()
     step = same(backbone(), pair("h2o"), tokens(), TapedDecoder, steps=15)
     assert step.reason == "its capture failed: operation not permitted when stream is capturing" and not step.graphs
     assert step.dense is None and "a token runs through the decoder's modules: its capture failed" in caplog.text
