@@ -213,11 +213,10 @@ def test_without_a_compiler_tokens_are_decoded_all_the_same(monkeypatch, caplog)
     monkeypatch.setenv("CXX", "no-such-compiler")
     cpp.load.cache_clear()
     warn.cache_clear()
-    caches = [make("locret"), make("locret"), make("locret", backend="reference")]
+    model, caches = tiny_model("llama").double(), [make("locret", backend=name) for name in (None, None, "reference")]
     try:
-        said = [answer(cache, tokens(), 12, tiny_model("llama").double()) for cache in caches]
+        said = [answer(cache, tokens(), 12, model) for cache in caches]
     finally:
         cpp.load.cache_clear()
-    assert caches[2].counters.decoding.startswith("dynamic: backend")
     assert said[0] == said[1] == said[2]
     assert [record.getMessage().count("no C++ compiler") for record in caplog.records] == [1]
