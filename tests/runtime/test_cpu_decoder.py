@@ -210,6 +210,7 @@ def test_a_token_that_there_is_not():
 
 def test_without_a_compiler_tokens_are_decoded_all_the_same(monkeypatch, caplog):
     """And that is said once."""
+    make("locret").bind(backbone())  # the backend of prompts is known by now
     monkeypatch.setenv("CXX", "no-such-compiler")
     cpp.load.cache_clear()
     warn.cache_clear()
