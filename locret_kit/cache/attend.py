@@ -390,15 +390,17 @@ def decode_rows(
     return torch.stack([one.out_BQD for one in heads], dim=2).flatten(1, 2).unsqueeze(2)
 
 
+def gain(statistic: str, weights_XS: Tensor, seen_X: Tensor) -> Tensor:
+    """What rows gain ``[..., S]`` in a statistic by a query with such weights, which sees ``seen`` rows; see ``column_stats``."""
+    if statistic == "above":
+        return weights_XS > (1 + MARGIN) / seen_X[..., None]
+    return weights_XS if statistic == "sum" else weights_XS.square()
+
+
 def _accumulate_statistics(flat: VarlenRows, stats_XN: Tensor, received_BHS: Tensor, statistics: Sequence[str]) -> None:
     """Add the attention ``[B, H, S]`` of one query to the running statistics, which are defined by ``column_stats``."""
-    made = {
-        "sum": lambda: received_BHS,
-        "square": received_BHS.square,
-        "above": lambda: received_BHS > (1 + MARGIN) / flat.lengths_BH[..., None].float(),
-    }
     rank_S = torch.arange(flat.longest, device=received_BHS.device)
     # Row [B, H, longest] of each rank; ranks past a head's end add zero to its first row.
     index_BHS = flat.starts_BH[..., None] + rank_S.where(rank_S < flat.lengths_BH[..., None], 0)  # 0 is added there
     for stat_N, name in zip(stats_XN, statistics, strict=True):
-        stat_N.index_add_(0, index_BHS.flatten(), made[name]().flatten().to(stat_N.dtype))
+        stat_N.index_add_(0, index_BHS.flatten(), gain(name, received_BHS, flat.lengths_BH).flatten().to(stat_N.dtype))

@@ -23,7 +23,7 @@ from locret_kernels.sparse_attend import Blocks
 from ..backbones.decoder_attention import LayerOperations, Linear, Softmax, rotate_lean
 from ..backbones.patches import product
 from ..registry import Registry
-from .attend import ChunkAttention, attend_rows, attend_window, chunk_attention, steady_attention, varlen_operator
+from .attend import attend_rows, attend_window, chunk_attention, steady_attention, varlen_operator
 
 logger = logging.getLogger(__name__)
 
@@ -87,9 +87,7 @@ class Backend:
             form = softmax._asdict()
             out, counted = attend_and_count(q_BQTD, k_BHSD, v_BHSD, **form, want=want, by_head=by_head, window=window)
             return out.to(v_BHSD.dtype), counted
-        if want:
-            return self._attend_and_count(q_BQTD, k_BHSD, v_BHSD, softmax.scaling, want, by_head)
-        return self._attend(q_BQTD, k_BHSD, v_BHSD, softmax.scaling, window), []
+        return self._attend(q_BQTD, k_BHSD, v_BHSD, softmax.scaling, window, want, by_head)
 
     def attend_blocks(self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, blocks: Blocks) -> Tensor:
         """Attention ``[B, Q, T, D]`` of a chunk over chosen blocks of rows."""
@@ -125,13 +123,13 @@ class Backend:
         """Name of the operator that reads chunks of a prompt, for reports."""
         return "sdpa"
 
-    def _attend(self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, window: int | None) -> Tensor:
-        return attend_rows(q_BQTD, k_BHSD, v_BHSD, scaling, window)
-
-    def _attend_and_count(
-        self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, want: frozenset[str], by_head: bool
-    ) -> Counted:
-        return attend_and_count(q_BQTD, k_BHSD, v_BHSD, scaling, want=want, by_head=by_head)
+    def _attend(
+        self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, window: int | None, want: frozenset[str],
+        by_head: bool,
+    ) -> Counted:  # fmt: skip
+        if want:
+            return attend_and_count(q_BQTD, k_BHSD, v_BHSD, scaling, want=want, by_head=by_head)
+        return attend_rows(q_BQTD, k_BHSD, v_BHSD, scaling, window), []
 
 
 class TritonBackend(Backend):
@@ -159,31 +157,24 @@ class TritonBackend(Backend):
         steady = None if self.steady is None else steady_attention(*sizes, self.steady)
         return other if steady is None or steady[0] == other else f"{steady[0]}, until the cache is full {other}"
 
-    def _of_chunk(self, q_BQTD: Tensor, k_BHSD: Tensor) -> tuple[str, ChunkAttention] | None:
+    def _attend(
+        self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, window: int | None, want: frozenset[str],
+        by_head: bool,
+    ) -> Counted:  # fmt: skip
         (_, Q, T, D), (H, S) = q_BQTD.shape, k_BHSD.shape[1:3]
-        sizes = q_BQTD.device, q_BQTD.dtype, D, (Q, H)
-        steady = steady_attention(*sizes, self.steady) if self.steady == (T, S) else None
-        return steady or chunk_attention(*sizes)
-
-    def _attend(self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, window: int | None) -> Tensor:
-        (T, D), S = q_BQTD.shape[2:], k_BHSD.shape[2]
-        if window is None and 1 < T < S and (chosen := self._of_chunk(q_BQTD, k_BHSD)) is not None:
-            return chosen[1](q_BQTD, k_BHSD, v_BHSD, scaling)[0]
-        if window is not None and (T > 1 or window < S) and varlen_operator(q_BQTD.device, q_BQTD.dtype, D) is not None:
-            return attend_window(q_BQTD, k_BHSD, v_BHSD, scaling, window)
-        return super()._attend(q_BQTD, k_BHSD, v_BHSD, scaling, window)
-
-    def _attend_and_count(
-        self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, want: frozenset[str], by_head: bool
-    ) -> Counted:
-        G, chosen = q_BQTD.shape[1] // k_BHSD.shape[1], self._of_chunk(q_BQTD, k_BHSD)
-        if chosen is None:
-            return super()._attend_and_count(q_BQTD, k_BHSD, v_BHSD, scaling, want, by_head)
-        out, lse_BQT = chosen[1](q_BQTD, k_BHSD, v_BHSD, scaling)
-        # First the whole group's, then that of each of its query heads.
-        column_stats = function("column_stats", self.kernels)
-        heads = [slice(None), *(slice(g, None, G) for g in range(G * by_head))]
-        return out, [column_stats(q_BQTD[:, own], k_BHSD, scaling, lse_BQT[:, own], want=want) for own in heads]
+        sizes, chosen = (q_BQTD.device, q_BQTD.dtype, D), None
+        if want or (window is None and 1 < T < S):
+            steady = steady_attention(*sizes, (Q, H), self.steady) if self.steady == (T, S) else None
+            chosen = steady or chunk_attention(*sizes, (Q, H))
+        if chosen is not None:
+            out, lse_BQT = chosen[1](q_BQTD, k_BHSD, v_BHSD, scaling)
+            column_stats = function("column_stats", self.kernels)
+            # First the whole group's, then that of each of its query heads.
+            heads = [slice(None), *(slice(g, None, Q // H) for g in range(Q // H * by_head))] if want else []
+            return out, [column_stats(q_BQTD[:, own], k_BHSD, scaling, lse_BQT[:, own], want=want) for own in heads]
+        if window is not None and (T > 1 or window < S) and varlen_operator(*sizes) is not None:
+            return attend_window(q_BQTD, k_BHSD, v_BHSD, scaling, window), []
+        return super()._attend(q_BQTD, k_BHSD, v_BHSD, scaling, window, want, by_head)
 
 
 class CpuBackend(Backend):

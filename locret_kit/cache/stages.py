@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from locret_kernels.column_stats import MARGIN
 from locret_kernels.sparse_attend import Blocks
 
 from ..backbones.decoder_attention import Rope, rotate
 from ..policies import Policy
 from ..policies.base import BlockIndex, Merge, Recall, Slots, Sparse, resolve_count, wide
 from ..settings import FIRST
+from .attend import gain
 from .context import Context, Stage
 from .storage.blocks import BlockStore, Recalled
 from .storage.rows import BoundedLayer, EqualLengthHeads
@@ -165,11 +165,14 @@ def _attend_piece(ctx: Context, recall: Recall, rows: BoundedLayer, q_BQTD: Tens
     local = resolve_count(recall.local, ctx.budgets[rows.number]) if in_tail(ctx, rows, T + later) else 0
     out, G = [], q_BQTD.shape[1] // rows.layout.H
     for part in rows.parts():
-        queries = slice(part.heads.start * G, part.heads.stop * G)
-        shown = chosen_BHK[:, part.heads] if local else None
-        back = recalled.of(part.heads)
-        lookup = _Lookup(q_BQTD[:, queries], first, part.keys.shape[2] - later, back, shown, local)
-        out.append(_attend_part(ctx, recall, rows, part, lookup))
+        q, back = q_BQTD[:, part.heads.start * G : part.heads.stop * G], recalled.of(part.heads)
+        kept_bhS = part.positions[:, :, : part.keys.shape[2] - later].long()
+        seen_bhS = torch.ones_like(kept_bhS, dtype=torch.bool)
+        if local:  # of the others the first tokens, and what lies in a block that has come back
+            block_bhS, shown_bhK = kept_bhS.div(recall.size, rounding_mode="floor"), chosen_BHK[:, part.heads]
+            seen_bhS[..., : max(0, kept_bhS.shape[-1] - T - local)] = False
+            seen_bhS |= (block_bhS[..., None] == shown_bhK[:, :, None]).any(-1) | (kept_bhS < FIRST)
+        out.append(_attend_part(ctx, recall, rows, part, q, first, back, kept_bhS, seen_bhS))
     return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
 
@@ -212,50 +215,25 @@ def _most(worth_B1N: Tensor, before_B1N: Tensor | None) -> Tensor:
     return torch.cat((torch.maximum(few, many[..., : few.shape[-1]]), many[..., few.shape[-1] :]), -1)
 
 
-@dataclass(frozen=True)
-class _Lookup:
-    """Tokens of a part that look up together."""
-
-    q: Tensor
-    """``[b, Q, t, D]``, rotated unless keys are stored before RoPE."""
-    first: int
-    """Position of the first of them."""
-    rows: int
-    """Rows of the part up to the last of them."""
-    recalled: Recalled
-    shown: Tensor | None
-    """``[b, h, K]``: blocks whose kept slots are seen, besides the first tokens and the newest slots; None where all are."""
-    local: int
-    """Newest slots before the tokens that are seen then."""
-
-    def sees(self, positions_bhS: Tensor, size: int) -> Tensor:
-        """Bool ``[b, h, S]``: kept slots that are not hidden."""
-        if self.shown is None:
-            return torch.ones_like(positions_bhS, dtype=torch.bool)
-        S, t = positions_bhS.shape[-1], self.q.shape[2]
-        newest_S = torch.arange(S, device=positions_bhS.device) >= S - t - self.local
-        block_bhS = positions_bhS.div(size, rounding_mode="floor")
-        shown_bhS = (block_bhS[..., None] == self.shown[:, :, None]).any(-1)
-        return shown_bhS | newest_S | (positions_bhS < FIRST)
-
-
-def _attend_part(ctx: Context, recall: Recall, rows: BoundedLayer, part: EqualLengthHeads, lookup: _Lookup) -> Tensor:
-    """Attention ``[b, Q, t, D]`` of heads of equal length, over the recalled blocks and the rows. The rows gain its
-    statistics."""
-    back, q_bQtD, n = lookup.recalled, lookup.q, lookup.rows
-    kept_bhS = part.positions[:, :, :n].long()
+def _attend_part(
+    ctx: Context, recall: Recall, rows: BoundedLayer, part: EqualLengthHeads, q_bQtD: Tensor, first: int, back: Recalled,
+    kept_bhS: Tensor, seen_bhS: Tensor,
+) -> Tensor:  # fmt: skip
+    """Attention ``[b, Q, t, D]`` of tokens from the position ``first`` on, in heads of equal length, over the blocks that have
+    come ``back`` and the rows at ``kept`` positions that are ``seen``. The rows gain its statistics."""
+    n = kept_bhS.shape[-1]
     keys = torch.cat((back.keys, part.keys[:, :, :n]), 2)
     values = torch.cat((back.values, part.values[:, :, :n]), 2)
     positions_bhM = torch.cat((back.positions, kept_bhS), 2)
-    shown_bhM = torch.cat((back.valid, lookup.sees(kept_bhS, recall.size)), 2)
+    shown_bhM = torch.cat((back.valid, seen_bhS), 2)
     h, M, t = keys.shape[1], keys.shape[2], q_bQtD.shape[2]
-    q_bhGtD, at_t = q_bQtD.unflatten(1, (h, -1)), lookup.first + torch.arange(t, device=q_bQtD.device)
+    q_bhGtD, at_t = q_bQtD.unflatten(1, (h, -1)), first + torch.arange(t, device=q_bQtD.device)
     rope = ctx.read_rope(rows)
     if rope is not None and not recall.far:
         last = torch.iinfo(torch.int64).max
         # Hidden slots rank last, so they take no position from those that are seen.
         rank_bhM = positions_bhM.masked_fill(~shown_bhM, last).argsort(dim=-1).argsort(dim=-1)
-        place_bhM = ctx.positions.place(rank_bhM, positions_bhM, lookup.first + t)
+        place_bhM = ctx.positions.place(rank_bhM, positions_bhM, first + t)
         cos, sin = ctx.tables.at(rope, place_bhM, ctx.positions.span, keys)
         keys = rotate(keys, cos, sin)
         newest = ctx.tables.at(rope.of_queries, place_bhM, ctx.positions.span, keys)
@@ -305,13 +283,8 @@ def _count(ctx: Context, stats: Tensor, weights_bhGtS: Tensor, seen_bht: Tensor)
     mean over the group first, then of each of its query heads by itself."""
     heads = [weights_bhGtS.mean(2), *weights_bhGtS.unbind(2)[: ctx.group]]
     for own, a_bhtS in zip(stats.unflatten(0, (len(heads), -1)), heads, strict=True):
-        made = {
-            "sum": lambda a: a.sum(2),
-            "square": lambda a: a.square().sum(2),
-            "above": lambda a: (a > (1 + MARGIN) / seen_bht[..., None]).sum(2),
-        }
         for stat, name in zip(own, ctx.statistics, strict=True):
-            stat += made[name](a_bhtS)
+            stat += gain(name, a_bhtS, seen_bht).sum(2)
 
 
 # ---- stages ----

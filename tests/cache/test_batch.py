@@ -3,11 +3,12 @@
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from pairwise import one_of, pairs
-from policy_runs import POLICIES, backbone, by_kind, distinct_tokens, held, make, tokens
+from policy_runs import POLICIES, answer, backbone, by_kind, distinct_tokens, held, make, tokens
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -15,10 +16,9 @@ from locret_kernels import cpp, quantise
 from locret_kit import attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache.batch import BatchCache
-from locret_kit.cache.bounded import BoundedCache
 from locret_kit.runtime.engine import Engine, Request, run
 from locret_kit.runtime.sampling import Chooser
-from locret_kit.runtime.session import Answer, Sampling, decode, prefill
+from locret_kit.runtime.session import Answer, Sampling
 
 LENGTHS = (83, 20, 61, 7)
 REREADING = "rereading-locret(tokens=12,window=4,kernel=3,first=2,smooth=3,each=true,least=0.8)"
@@ -28,12 +28,13 @@ SILENT = SimpleNamespace(eos_token_id=None)
 
 
 def alone(policy, ids, family="llama", sampling=None, seed=0, **settings):
-    model = backbone(family)
     cache = make(policy, length=len(ids), family=family, **settings)
-    with attach(model):
-        logits = prefill(model, ids, cache)
-        rest = dict(sampling=sampling or Sampling(), stop=frozenset(), seed=seed)
-        return [*decode(model, cache, logits, prompt=ids, max_new_tokens=NEW, **rest)], held(cache)
+    return answer(cache, ids, NEW, backbone(family), sampling=sampling, seed=seed), held(cache)
+
+
+def caches_of(policy, **settings):
+    """A maker of each request's cache."""
+    return lambda request: make(policy, length=len(request.ids), **settings)
 
 
 class Kept:
@@ -71,10 +72,7 @@ def test_few_bits_and_sampling_are_each_texts_own(policy):
     sampling = Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.1)
     requests = [Request(ids, NEW, sampling, seed=number) for number, ids in enumerate(texts)]
 
-    def new_cache(request: Request) -> BoundedCache:
-        return make(policy, length=len(request.ids), kv_bits=4)
-
-    ended = run(backbone(), SILENT, requests, new_cache, max_running=3, piece=40)
+    ended = run(backbone(), SILENT, requests, caches_of(policy, kv_bits=4), max_running=3, piece=40)
     found = {id(text.request): text.tokens for text in ended}
     for number, (ids, request) in enumerate(zip(texts, requests, strict=True)):
         assert found[id(request)] == alone(policy, ids, sampling=sampling, seed=number, kv_bits=4)[0]
@@ -92,14 +90,11 @@ def test_calls_that_do_not_compile_in_time_end_no_answer(dtype, monkeypatch):
             raise cpp.Unavailable("the compiler took too long")
         return load(source, *options)
 
-    def new_cache(request: Request) -> BoundedCache:
-        return make("h2o", length=len(request.ids), kv_bits=4)
-
     monkeypatch.setattr(cpp, "load", late)
     cpp.runs.cache_clear()
     try:
         requests = [Request(ids, NEW) for ids in texts]
-        ended = run(deepcopy(backbone()).to(dtype), SILENT, requests, new_cache, piece=40)
+        ended = run(deepcopy(backbone()).to(dtype), SILENT, requests, caches_of("h2o", kv_bits=4), piece=40)
         found = {id(text.request): text.tokens for text in ended}
     finally:
         cpp.runs.cache_clear()
@@ -129,16 +124,12 @@ def test_texts_come_go_and_fail_alone():
         batch.add(Request([]), Kept("h2o", [1]))
 
 
-def test_a_forward_that_fails_ends_its_texts_and_no_others(monkeypatch):
+def test_a_forward_that_fails_ends_its_texts_and_no_others():
     batch = Engine(backbone(), frozenset(), piece=10)  # below a chunk: one prompt in a forward
     first = batch.add(Request(tokens(60), 30), Kept("h2o", tokens(60)))
     late = batch.add(Request(tokens(40, seed=2), NEW), Kept("h2o", tokens(40)))
 
-    def broken(*args, **kwargs):
-        raise RuntimeError("no")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("locret_kit.cache.step.read_block", broken)
+    with mock.patch("locret_kit.cache.step.read_block", side_effect=RuntimeError("no")):
         assert batch.step() == [first]
     while batch.running:
         batch.step()
@@ -146,17 +137,22 @@ def test_a_forward_that_fails_ends_its_texts_and_no_others(monkeypatch):
     assert late.tokens == alone("h2o", tokens(40, seed=2))[0]
 
 
+def padded(texts, side: str = "left"):
+    """Ids of a batch and their mask."""
+    longest = max(map(len, texts))
+    ids, mask = (torch.zeros(len(texts), longest, dtype=torch.long) for _ in range(2))
+    for row, text in enumerate(texts):
+        place = slice(longest - len(text), None) if side == "left" else slice(0, len(text))
+        ids[row, place], mask[row, place] = torch.tensor(text), 1
+    return ids, mask
+
+
 @pytest.mark.parametrize(
     ("policy", "side", "family"), pairs(["locret", "ada-locret", "h2o", "full"], ["left", "right"], ["llama", "gemma3"])
 )
 def test_generate_takes_a_padded_batch(policy, side, family):
     model, texts = backbone(family), [tokens(length, seed=number) for number, length in enumerate(LENGTHS)]
-    longest = max(LENGTHS)
-    ids = torch.zeros(len(texts), longest, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, text in enumerate(texts):
-        place = slice(longest - len(text), None) if side == "left" else slice(0, len(text))
-        ids[row, place], mask[row, place] = torch.tensor(text), 1
+    ids, mask = padded(texts, side)
     like = make(policy, length=None, family=family)
     cache = BatchCache(like.options.settings, policy, like.heads)
     with attach(model):
@@ -166,15 +162,12 @@ def test_generate_takes_a_padded_batch(policy, side, family):
     for row, text in enumerate(texts):
         expected, positions = alone(policy, text, family)
         # generate feeds all new tokens but the last, as decode does
-        assert out[row, longest:].tolist() == expected and held(cache.texts[row]) == positions
+        assert out[row, max(LENGTHS) :].tolist() == expected and held(cache.texts[row]) == positions
     assert model.config._attn_implementation != "locret"
 
 
 def test_generate_samples_several_answers_and_searches_with_beams():
-    model, texts = backbone(), [tokens(40, seed=1), tokens(25, seed=2)]
-    ids, mask = torch.zeros(2, 40, dtype=torch.long), torch.zeros(2, 40, dtype=torch.long)
-    for row, text in enumerate(texts):
-        ids[row, 40 - len(text) :], mask[row, 40 - len(text) :] = torch.tensor(text), 1
+    model, (ids, mask) = backbone(), padded([tokens(40, seed=1), tokens(25, seed=2)])
     for form in (dict(num_beams=3), dict(do_sample=True, num_return_sequences=2)):
         whole = []
         for past in (BatchCache(4096, "h2o"), None):
@@ -193,15 +186,15 @@ def test_a_cache_of_a_batch_takes_other_texts_after_a_reset():
     model, ids = backbone(), torch.tensor([tokens(40, seed=1), tokens(40, seed=2)])
     cache = BatchCache(24, "h2o", chunk=13, local_len=5)
 
-    def answer(ids, **form):
+    def generated(ids, **form):
         form |= {CACHE: cache, "max_new_tokens": 4, "eos_token_id": None, "do_sample": False}
         return model.generate(ids, **form).tolist()
 
     with attach(model), torch.no_grad():
-        first = answer(ids)
+        first = generated(ids)
         for again in (ids, torch.cat((ids, ids), 1)[:, :42]):
             with pytest.raises(ValueError, match=r"position_ids=.* others need reset\(\) or a new cache"):
-                answer(again)
+                generated(again)
         with pytest.raises(ValueError, match=r"attention_mask=\[2, 9\] must be \[2, 44\]: the 43 columns"):
             model(ids[:, :1], **{CACHE: cache}, attention_mask=torch.ones(2, 9))
         cache.batch_repeat_interleave(2)
@@ -216,12 +209,12 @@ def test_a_cache_of_a_batch_takes_other_texts_after_a_reset():
         ):
             cache.reset()
             with pytest.raises(ValueError, match=f"{said}.*one forward, without prefill_chunk_size"):
-                answer(ids, attention_mask=mask.long(), prefill_chunk_size=13)
+                generated(ids, attention_mask=mask.long(), prefill_chunk_size=13)
         cache.reset()
-        assert answer(ids) == first
+        assert generated(ids) == first
         cache.reset()
         with pytest.raises(ValueError, match="cannot be cropped, as assisted generation and prompt lookup do"):
-            answer(torch.cat((ids[:1], ids[:1]), 1), prompt_lookup_num_tokens=3)
+            generated(torch.cat((ids[:1], ids[:1]), 1), prompt_lookup_num_tokens=3)
 
 
 def test_pieces_are_the_answer_where_a_tokenizer_cleans_up():
@@ -275,8 +268,6 @@ def test_at_most_so_many_run_and_prompts_are_read_in_their_order(monkeypatch):
     monkeypatch.setattr(Engine, "_turns", noted)
     requests = (Request(tokens(n, seed=number), 3, seed=number) for number, n in enumerate((80, 7, 61, 20, 9)))
 
-    def new_cache(request: Request) -> BoundedCache:
-        return make("h2o", length=len(request.ids))
-
-    ended = [one.request.seed for one in run(backbone(), SILENT, requests, new_cache, max_running=2, piece=10)]
+    done = run(backbone(), SILENT, requests, caches_of("h2o"), max_running=2, piece=10)
+    ended = [one.request.seed for one in done]
     assert sorted(ended) == read == [0, 1, 2, 3, 4] and max(running) == 2

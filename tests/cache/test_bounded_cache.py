@@ -1,15 +1,12 @@
-"""The bounded cache in whole models: against the definition of ``policy_oracle`` in float64, and against full attention."""
+"""The bounded cache in whole models, against full attention, and its schedule against the definition."""
 
 from functools import cache
 
-import numpy as np
-import policy_rules as oracle
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pairwise import pairs
-from policy_oracle import OracleLayer, Rule, Setting
+from policy_runs import answer, held
 from policy_runs import backbone as doubled
 from policy_runs import distinct_texts as tokens
 from tiny_heads import tiny_heads
@@ -19,7 +16,6 @@ from locret_kit import BoundedCache, attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache.due import Schedule
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.runtime.session import Sampling, decode, prefill
 from locret_kit.settings import RunSettings
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -28,74 +24,6 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 @cache
 def backbone(family: str):
     return tiny_model(family)
-
-
-# ---- the definition ---------------------------------------------------------------------------------------------
-
-RULES = {
-    "locret": Rule(oracle.entered, [oracle.stabilizers]),
-    "tova": Rule(oracle.last_token),
-    "streaming": Rule(oracle.position, [oracle.sinks(4)]),
-    "recency": Rule(oracle.position),
-}
-
-
-def forward(model, layers: list[OracleLayer], heads, ids: list[int]) -> np.ndarray:
-    """Logits of the last of new tokens, written out; the layers' attention and evictions are the oracle's."""
-    x = model.model.embed_tokens(torch.tensor(ids))
-    for i, (layer, rows) in enumerate(zip(model.model.layers, layers, strict=True)):
-        attn, normed = layer.self_attn, layer.input_layernorm(x)
-        q, k, v = (proj(normed).unflatten(-1, (-1, attn.head_dim)) for proj in (attn.q_proj, attn.k_proj, attn.v_proj))
-        if hasattr(attn, "q_norm"):
-            q, k = attn.q_norm(q), attn.k_norm(k)
-        entered = None
-        if heads is not None:  # silu, the tiny backbones' activation
-            hidden = torch.cat([part.flatten(1) for part in (q, k, v)], 1) @ heads[i].fc1.weight.double().T
-            entered = (hidden / (1 + (-hidden).exp()) @ heads[i].fc2.weight.double().T).T.numpy()
-        out = rows.feed(*(part.transpose(0, 1).numpy() for part in (q, k, v)), entered)
-        x = x + attn.o_proj(torch.from_numpy(out).transpose(0, 1).flatten(1))
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
-    return model.lm_head(model.model.norm(x[-1])).numpy()
-
-
-def held(cache: BoundedCache) -> list[list[list[int]]]:
-    return [cache.kept_positions(i)[0].tolist() for i in range(len(cache.layers))]
-
-
-@pytest.mark.parametrize(
-    ("policy", "chunk", "budget", "stabilizers", "local_len", "length", "family", "positions"),
-    pairs(
-        [
-            ("locret", 7, 16, 5, 4, 53),
-            ("tova", 7, 10, 0, 3, 40),
-            ("streaming", 1, 12, 0, 5, 33),
-            ("locret", 1, 11, 4, 3, 30),
-            ("recency", 7, 9, 0, 0, 35),
-            ("locret", 64, 24, 6, 9, 90),
-        ],
-        ["llama", "llama-mha", "llama-mqa", "qwen3"],
-        ["compact", "original"],
-    ),
-)
-@torch.no_grad()
-def test_equals_the_definition(family, positions, policy, chunk, budget, stabilizers, local_len, length):
-    model = doubled(family)
-    heads, config = tiny_heads(model, 32) if policy == "locret" else None, model.config
-    common = dict(budget=budget, chunk=chunk, stabilizers=stabilizers, local_len=local_len, positions=positions)
-    H, theta = config.num_key_value_heads, config.rope_parameters["rope_theta"]
-    setting = Setting(H, config.num_attention_heads // H, length=length, theta=theta, **common)
-    layers = [OracleLayer(RULES[policy], setting, i) for i in range(config.num_hidden_layers)]
-    ids = tokens(length, seed=length)[0].tolist()
-    cache = BoundedCache(policy=policy, heads=heads, prompt_length=length, **common)
-    with attach(model):
-        np.testing.assert_allclose(prefill(model, ids, cache).numpy(), forward(model, layers, heads, ids), atol=2e-3)
-        assert held(cache) == [rows.held() for rows in layers] and cache.counters.evictions > 0
-        for n in range(chunk + 4 if chunk < 10 else 2):  # across an eviction while decoding
-            token = 2 + (7 * n) % 90
-            wanted = forward(model, layers, heads, [token])
-            out = model(input_ids=torch.tensor([[token]]), **{CACHE: cache}).logits[0, -1]
-            assert held(cache) == [rows.held() for rows in layers]
-            np.testing.assert_allclose(out.numpy(), wanted, atol=2e-3)
 
 
 # ---- pieces -----------------------------------------------------------------------------------------------------
@@ -110,11 +38,8 @@ def test_generate_equals_the_kits_own_loop(policy, piece):
     ids = tokens(80, seed=6)
     make = lambda: BoundedCache(20, policy, heads, chunk=8, prompt_length=80, stabilizers=4, local_len=6)  # noqa: E731
     mine, theirs = make(), make()
+    want = answer(mine, ids[0].tolist(), 20, model)
     with attach(model):
-        logits = prefill(model, ids[0].tolist(), mine)
-        want = list(decode(
-            model, mine, logits, prompt=ids[0].tolist(), max_new_tokens=20, sampling=Sampling(), stop=frozenset()
-        ))  # fmt: skip
         extra = {} if piece is None else {"prefill_chunk_size": piece}
         got = model.generate(ids, **{CACHE: theirs}, max_new_tokens=20, min_new_tokens=20, do_sample=False, **extra)
     assert got[0, 80:].tolist() == want
@@ -127,7 +52,6 @@ def test_generate_equals_the_kits_own_loop(policy, piece):
 
 @pytest.mark.parametrize("family", ["mistral-window", "gemma3"])
 @pytest.mark.parametrize(("chunk", "local_len", "piece"), [(1, 5, 9), (3, 20, 70), (8, 60, 13), (40, 0, 70)])
-@torch.no_grad()
 def test_window_layers_hold_their_window(family, chunk, local_len, piece):
     """And no more, also where the held-back tail is longer than a chunk; their output is the full model's."""
     model = backbone(family)
@@ -217,7 +141,6 @@ def test_settings_out_of_range_are_named():
         (dict(budget=8, stabilizers=8), "stabilizers=8 must be below budget=8"),
         (dict(budget=8, local_len=9), "local_len=9 must be below budget=8"),
         (dict(budget=8, prompt_length=0), "prompt_length=0"),
-        (dict(budget=8, positions="rank"), "positions='rank'"),
     ]:
         with pytest.raises(ValueError, match=words):
             BoundedCache(policy="streaming", **settings_)

@@ -39,26 +39,16 @@ class Watch:
     def __init__(self, atol: float) -> None:
         self.atol, self.steps, self.gains = atol, 0, 0
 
-    def __enter__(self) -> Watch:
-        real = read_block
-        watch = self
-
-        def block(ctx, rows, q, *rest):
-            compared = watch.steps % EACH == 0
-            before = rows.slots("stats").clone() if compared and rows.is_initialized and rows.rows else None
-            out = real(ctx, rows, q, *rest)
-            if q.shape[2] == 1 and rows.uses_varlen:
-                watch.steps += 1
-                if compared:
-                    watch.compare(ctx, rows, q, rows.scaling, out, before)
-            return out
-
-        self.patch = mock.patch("locret_kit.cache.step.read_block", block)
-        self.patch.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.patch.stop()
+    def block(self, ctx, rows, q, *rest):
+        """In the place of ``step.read_block``."""
+        compared = self.steps % EACH == 0
+        before = rows.slots("stats").clone() if compared and rows.is_initialized and rows.rows else None
+        out = read_block(ctx, rows, q, *rest)
+        if q.shape[2] == 1 and rows.uses_varlen:
+            self.steps += 1
+            if compared:
+                self.compare(ctx, rows, q, rows.scaling, out, before)
+        return out
 
     def compare(self, ctx, rows, q, scaling, out, before) -> None:
         keys, values, valid = _keys(ctx, rows), rows.slots("values"), rows.layout.valid()
@@ -90,11 +80,11 @@ class Watch:
 
 def decoded(model, cache, ids, steps: int = STEPS, atol: float = 1e-12) -> Watch:
     """Read a prompt and ``steps`` tokens, watched."""
-    with attach(model), torch.no_grad():
-        prefill(model, ids, cache)
-        with Watch(atol) as watch:
-            for token in range(steps):
-                model(input_ids=torch.tensor([[5 + token]]), **{CACHE: cache})
+    watch = Watch(atol)
+    prefill(model, ids, cache)
+    with attach(model), torch.no_grad(), mock.patch("locret_kit.cache.step.read_block", watch.block):
+        for token in range(steps):
+            model(input_ids=torch.tensor([[5 + token]]), **{CACHE: cache})
     return watch
 
 

@@ -14,7 +14,7 @@ from locret_kit.cache import context, step
 from locret_kit.cache.backend import BACKENDS
 from locret_kit.runtime.engine import Engine
 from locret_kit.runtime.sequence import Request
-from locret_kit.runtime.session import Sampling, decode, prefill
+from locret_kit.runtime.session import decode, prefill
 
 MODES = {
     "compact": {}, "pins": {"protect": "first"}, "original": {"positions": "original"}, "clipped": {"positions": "clipped(60)"},
@@ -46,7 +46,7 @@ def run(policy: str, mode: str, together: bool):
         for patch in patches:
             stack.enter_context(patch)
         logits = prefill(model, ids, cache)
-        new = list(decode(model, cache, logits, prompt=ids, max_new_tokens=30, sampling=Sampling(), stop=frozenset()))
+        new = list(decode(model, cache, logits, prompt=ids, max_new_tokens=30))
     counts = [(rows.rows, rows.seen, rows.since_eviction, rows.evictions) for rows in cache.bounded]
     return logits, (new, held(cache), counts, cache.counters.evicted_rows, cache.counters.evictions), layers
 

@@ -42,7 +42,6 @@ OTHERS = {
 
 @pytest.mark.parametrize("hidden", [None, torch.finfo(torch.float32).min, -torch.inf, -1e9])
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
-@torch.inference_mode()
 def test_a_mask_is_followed_or_refused(family, hidden):
     model = tiny_model(family)
     size = model.config.sliding_window if family != "llama" else T
@@ -74,7 +73,6 @@ def test_a_mask_is_followed_or_refused(family, hidden):
                     pytest.fail(f"{name}: {model(IDS, attention_mask=form(mask), **{CACHE: cache}).logits.shape}")
 
 
-@torch.inference_mode()
 def test_a_mask_of_another_form_is_refused():
     model = tiny_model("llama")
     block = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, T, T, device="cpu")
@@ -91,7 +89,6 @@ def test_a_mask_of_another_form_is_refused():
                     pytest.fail(f"{name}: {model(ids, attention_mask=mask, **{CACHE: cache}).logits.shape}")
 
 
-@torch.inference_mode()
 def test_a_later_piece_has_a_mask_of_the_whole_text():
     model = tiny_model("llama")
     with attach(model):
@@ -110,7 +107,6 @@ def test_a_later_piece_has_a_mask_of_the_whole_text():
                     model(IDS[:, HALF:], attention_mask=wrong, **{CACHE: first.fork(T)})
 
 
-@torch.inference_mode()
 def test_positions_are_those_of_the_text():
     """Of packed texts, in any number of axes, with a mask or without."""
     model, packed = tiny_model("llama"), torch.arange(T).remainder(HALF)
@@ -123,7 +119,6 @@ def test_positions_are_those_of_the_text():
                         model(IDS, position_ids=given, attention_mask=mask, **{CACHE: cache})
 
 
-@torch.inference_mode()
 def test_a_batch_goes_on_as_its_mask_began():
     """Columns that were seen stay as they were shown; positions count tokens, or columns after padding on the left alone."""
     model, ids = tiny_model("llama"), torch.tensor([tokens(T), tokens(T, seed=1)])

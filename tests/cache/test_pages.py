@@ -4,109 +4,27 @@ import gc
 
 import pytest
 import torch
-from pairwise import pairs
 from policy_runs import backbone, distinct_tokens, held, make
-from tiny_models import tiny_model
 
 from locret_kernels import ragged_decode as reference
 from locret_kernels.ragged_decode import Angles, Rotation, Spans, angle_steps, cpu
-from locret_kit import BoundedCache
-from locret_kit.backbones.decoder_attention import Softmax
 from locret_kit.cache import step
 from locret_kit.cache.pages import PageShape, RowPool
-from locret_kit.cache.step import read_tokens
 from locret_kit.cache.storage.codec import Plain
 from locret_kit.cache.storage.layouts import EqualRows
 from locret_kit.cache.storage.rows import BoundedLayer
-from locret_kit.cache.texts import TextBatch, batch_key
 from locret_kit.runtime.engine import Engine, Request
 
-BUDGETS = (24, 16, 20)
-LENGTHS = (90, 41, 7)
-"""Tokens of the prompts: the last text never evicts before it decodes."""
-DECODED = 40
 
-
-def page_of(layers: list[BoundedLayer], spec, dtype: torch.dtype) -> PageShape:
-    """A page with more room than any of them needs."""
-    names = "capacity", "statistics", "recent"
-    rows, statistics, recent = (max(getattr(one, name) for one in layers) for name in names)
-    return PageShape(spec.n_kv_heads, spec.n_heads, spec.head_dim, rows + 5, dtype, statistics + 1, recent + 1)
-
-
-@pytest.mark.parametrize(
-    ("family", "policy", "backend", "positions"),
-    pairs(
-        [
-            ("llama", "streaming"), ("llama", "h2o"), ("qwen2", "knorm"), ("llama", "snapkv(4,3)"), ("gemma3", "keydiff"),
-            ("llama-mqa", "score=aqas"),
-        ],
-        ["reference", "cpu"],
-        ["compact", "original"],
-    ),
-)  # fmt: skip
-def test_a_token_of_each_text_in_one_call_is_the_step_of_each(family, policy, positions, backend):
-    model, draw = tiny_model(family).double(), torch.Generator().manual_seed(3)
-    settings = {"chunk": 12, "stabilizers": 3, "local_len": 4, "positions": positions, "backend": backend}
-    alone, pooled = (
-        [BoundedCache(budget, policy, prompt_length=n, **settings) for budget, n in zip(BUDGETS, LENGTHS, strict=True)]
-        for _ in range(2)
-    )
-    for cache in (*alone, *pooled):
-        cache.bind(model)
-    spec = alone[0].context.spec
-    # Layers of a forward share rotations and tables, and so do texts.
-    first = pooled[0].context
-    for cache in pooled:
-        cache.state.change_context(ropes=first.ropes, tables=first.tables)
-    contexts = [cache.context for cache in pooled]
-    shape = page_of([rows for cache in pooled for rows in cache.bounded], spec, torch.float64)
-    memory = torch.full((4 * shape.nbytes // 8,), float("nan"), dtype=torch.float64)
-    for layer in sorted({0, spec.windows.index(None)}):
-        pool, pages = RowPool(shape, memory.clone(), 4), [2, 1, 3]
-        rows = [cache.bounded[layer] for cache in pooled]
-        for page, mine in zip(pages, rows, strict=True):
-            pool.bind(page, mine)
-
-        def tokens(n: int) -> list[torch.Tensor]:
-            heads = (spec.n_heads, spec.n_kv_heads, spec.n_kv_heads)
-            return [torch.randn(1, h, n, spec.head_dim, generator=draw, dtype=torch.float64) for h in heads]
-
-        for cache, ctx, mine, n in zip(alone, contexts, rows, LENGTHS, strict=True):
-            prompt = tokens(n)
-            cache.bounded[layer].update(*prompt[1:])
-            cache.bounded[layer].scaling = mine.scaling = 0.3
-            theirs = read_tokens(cache.context, cache.bounded[layer], *prompt)
-            torch.testing.assert_close(read_tokens(ctx, mine, *prompt), theirs)
-        for _ in range(DECODED):
-            for cache in (*alone, *pooled):
-                cache.context.tables.clear()
-            q, k, v = (torch.cat(x) for x in zip(*(tokens(1) for _ in rows), strict=True))
-            texts = enumerate(alone)
-            wanted = [read_tokens(c.context, c.bounded[layer], *(x[i : i + 1] for x in (q, k, v))) for i, c in texts]
-            assert len({batch_key(ctx) for ctx in contexts}) == 1
-            out = torch.empty_like(q[:, :, 0])
-            states, seen = [cache.state for cache in pooled], [mine.seen for mine in rows]
-            batch = TextBatch(states, [(i, i + 1) for i in range(3)], seen)
-            batch.attend(layer, *(x[:, :, 0] for x in (q, k, v)), Softmax(0.3), out)
-            assert not batch._sequential
-            torch.testing.assert_close(out[:, :, None], torch.cat(wanted))
-        for cache, mine in zip(alone, rows, strict=True):
-            theirs = cache.bounded[layer]
-            assert torch.equal(mine.kept(), theirs.kept()) and mine.evictions == theirs.evictions
-            for name in ("keys", "values", "scores", "stats"):
-                torch.testing.assert_close(mine.slots(name), theirs.slots(name))
-
-
-def answers(pages, budgets, monkeypatch, policy="h2o", **given):
+def answers(pages, budgets, monkeypatch, policy="h2o", family="llama", **given):
     """Tokens of texts that run together, and how many calls attended to the tokens of how many."""
-    model, calls, real = backbone(), [], step.decode_rows
+    model, calls, real = backbone(family), [], step.decode_rows
     monkeypatch.setattr(step, "decode_rows", lambda q, *given: calls.append(len(q)) or real(q, *given))
     engine = Engine(model, frozenset(), pages=pages)
     prompts = [distinct_tokens(40 + 5 * i, i) for i in range(len(budgets))]
     made, running = [], []
     for budget, ids in zip(budgets, prompts, strict=True):
-        made.append(make(policy, budget, length=len(ids), backend="reference", **given))
+        made.append(make(policy, budget, length=len(ids), family=family, backend="reference", **given))
         running.append(engine.add(Request(ids, 12), lambda cache=made[-1]: cache))
     while engine.running:
         engine.step()
@@ -126,12 +44,19 @@ def test_an_engine_makes_a_token_of_each_text_in_one_call_a_layer(monkeypatch):
     assert sorted(engine._pool._free) == [0, 1, 2]  # the caches are gone
 
 
-@pytest.mark.parametrize("policy", ["score=entropy", "snapkv(6,3)", "keydiff"])
-def test_texts_with_pages_evict_as_those_without(policy, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "policy", "positions"),
+    [
+        ("llama", "score=entropy", "compact"), ("llama", "snapkv(6,3)", "original"), ("llama", "streaming", "compact"),
+        ("llama", "h2o", "original"), ("qwen2", "knorm", "compact"), ("gemma3", "keydiff", "original"),
+        ("gemma3", "roco", "compact"), ("llama-mqa", "score=aqas", "original"),
+    ],
+)  # fmt: skip
+def test_texts_with_pages_evict_as_those_without(family, policy, positions, monkeypatch):
     """Every third token, one of them after the forward that scores it."""
-    budgets = (24, 20, 16)
-    runs = [answers(pages, budgets, monkeypatch, policy, decode_every=3, stabilizers=0)[:2] for pages in (0, 3)]
-    assert runs[0] == runs[1]
+    rest = {"decode_every": 3, "stabilizers": 0, "positions": positions}
+    alone, pooled = (answers(pages, (24, 20, 16), monkeypatch, policy, family, **rest) for pages in (0, 3))
+    assert pooled[:2] == alone[:2] and max(pooled[2]) == 3
 
 
 def test_a_page_holds_all_that_its_rows_need():

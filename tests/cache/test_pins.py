@@ -36,15 +36,11 @@ def watched(monkeypatch, pins):
     """Check every eviction of every layer from what lies in its rows; yields the list of (layer, tokens seen)."""
     real, seen = step._evict, []
 
-    def heads(rows):
-        kept = rows.kept()
-        return [head.tolist() for batch in kept for head in batch]
-
     def evict(ctx, cuts):
         ((rows, keep, _),) = cuts  # one by one on a CPU
-        before = heads(rows)
+        before = [head.tolist() for head in rows.kept()[0]]
         real(ctx, cuts)
-        after = heads(rows)
+        after = [head.tolist() for head in rows.kept()[0]]
         if len(before[0]) == len(after[0]) and before == after:
             return
         seen.append((rows.number, rows.seen))
@@ -66,15 +62,18 @@ def read(cache, pins=(), steps: int = 20, ids=None):
     return logits_of(cache, ids or tokens(), range(5, 5 + steps))
 
 
-def roomy(policy: str, **rest):
-    """A cache whose smallest layer has room for the pins."""
-    policy = policy.replace("pyramid-locret", "pyramid-locret(beta=3.0)")
-    return make(policy, 40 if "pyramid" in policy else 24, **rest)
+def fed(cache, ids) -> None:
+    """Read tokens one by one."""
+    with attach(backbone()), torch.no_grad():
+        for token in ids:
+            backbone()(input_ids=torch.tensor([[token]]), **{CACHE: cache})
 
 
 def check_run(monkeypatch, policy, **rest) -> None:
+    """The smallest layer has room for the pins."""
+    budget = 40 if "pyramid" in policy else 24
     with watched(monkeypatch, PINS) as evictions:
-        cache = roomy(policy, **rest)
+        cache = make(policy.replace("pyramid-locret", "pyramid-locret(beta=3.0)"), budget, **rest)
         read(cache, PINS)
     assert {layer for layer, _ in evictions} == set(range(len(cache.layers)))
     assert any(seen > LENGTH for _, seen in evictions), "decoding evicts too"
@@ -186,13 +185,11 @@ def test_pinned_slots_take_nothing_over(policy):
 @pytest.mark.parametrize("policy", ["h2o", "random", "ada-locret", "pyramid-locret(beta=2.0)"])
 def test_what_was_evicted_stays_gone_and_the_rest_stays(policy):
     """Pinned after the prompt, where heads hold different parts of it."""
-    cache, model = make(policy, 50), backbone()
+    cache = make(policy, 50)
     read(cache, steps=0)
     cache.pin(30, 50)
     before = held(cache)
-    with attach(model), torch.no_grad():
-        for n in range(60):
-            model(input_ids=torch.tensor([[5 + n % 80]]), **{CACHE: cache})
+    fed(cache, [5 + n % 80 for n in range(60)])
     for layer, heads in enumerate(held(cache)):
         for old, new in zip(before[layer], heads, strict=True):
             assert {p for p in new if p < 50} >= {p for p in old if 30 <= p < 50}
@@ -201,7 +198,7 @@ def test_what_was_evicted_stays_gone_and_the_rest_stays(policy):
 
 
 def test_tokens_to_come_and_unpinned_ones():
-    cache, model = make("streaming(4)", length=None), backbone()
+    cache = make("streaming(4)", length=None)
     cache.pin(30, 34)
     cache.pin(32, 36)
     assert cache.pins == ((30, 36),)
@@ -209,9 +206,7 @@ def test_tokens_to_come_and_unpinned_ones():
     assert all(set(range(30, 36)) <= set(head) for heads in held(cache) for head in heads)
     cache.unpin(31, 35)
     assert cache.pins == ((30, 31), (35, 36))
-    with attach(model), torch.no_grad():
-        for _ in range(40):
-            model(input_ids=torch.tensor([[9]]), **{CACHE: cache})
+    fed(cache, [9] * 40)
     assert all(set(head) & set(range(30, 36)) == {30, 35} for heads in held(cache) for head in heads)
 
 

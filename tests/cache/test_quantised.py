@@ -9,7 +9,7 @@ from policy_runs import held, logits_of, make, tokens, turn
 
 from locret_kit.cache.storage.codec import Scratch
 from locret_kit.cache.storage.layouts import EqualRows
-from locret_kit.cache.storage.quantised import GroupedBits, decode, encode, levels, pack, unpack
+from locret_kit.cache.storage.quantised import GroupedBits, RowBits, decode, encode, levels, pack, unpack
 from locret_kit.cache.storage.rows import BoundedLayer
 from locret_kit.config.infer_options import INFER
 from locret_kit.config.schema import given_by
@@ -187,6 +187,24 @@ def test_growing_changes_nothing():
         feed(layer, k, k)
         rows = torch.cat([rows, k], 2)
     assert layer.rows == 102 and float((layer.slots("keys") - rows).abs().max()) < 15 / 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_eight_bits_are_read_back(dtype):
+    """Within half a step of each group of 32 channels, whatever is beside it; constant groups exactly."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(1, 6, 9, 64, generator=generator).mul(8**n).to(dtype) for n in (1, -4))
+    k[0, 0, :, 40], k[0, 1, :, :32] = 3e4, 0.5
+    rows = BoundedLayer(EqualRows(64), RowBits())
+    feed(rows, k, v)
+    for name, x in (("keys", k), ("values", v)):
+        read, groups = rows.slots(name), x.double().unflatten(-1, (2, 32))
+        bound = 0.502 * (groups.amax(-1) - groups.amin(-1) + groups.amin(-1).abs() / 500) / 255 + 1e-7
+        rounding = read.double().abs() * torch.finfo(dtype).eps
+        error = (read.double() - x.double()).abs()
+        assert (error <= bound.repeat_interleave(32, -1) + rounding).all()
+        assert read.dtype == dtype
+    assert torch.equal(rows.slots("keys")[0, 1, :, :32], k[0, 1, :, :32])
 
 
 # ---- a cache ----------------------------------------------------------------------------------------------------

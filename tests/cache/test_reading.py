@@ -36,8 +36,7 @@ def test_logits_are_those_of_full_attention_under_the_mask_of_the_definition(new
     model = tiny_model("llama").double()
     sees = mask_by_definition(67, 62, 8, 24, 4, newest, sinks)
     hidden = torch.zeros(67, 67, dtype=torch.float64).masked_fill(~sees, float("-inf"))
-    with torch.no_grad():
-        wanted = model(input_ids=IDS, attention_mask=hidden[None, None]).logits
+    wanted = model(input_ids=IDS, attention_mask=hidden[None, None]).logits
     found = read(model, bounded(f"streaming(4) prefill_mask=sliding({newest},{sinks})", positions="original"))
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
     plain = read(model, bounded("streaming(4)", positions="original"))
@@ -45,7 +44,7 @@ def test_logits_are_those_of_full_attention_under_the_mask_of_the_definition(new
 
 
 STORED = [(p, bits) for p in ("random", "h2o", "pyramidkv(6,3,beta=2)") for bits in (None, 4)]
-STORED += [("ada-snapkv(6,3)", None), ("sirllm", None)]
+STORED += [("ada-snapkv(6,3)", None), ("sirllm", None), ("h2o", 8)]
 
 
 @pytest.mark.parametrize(("policy", "kv_bits"), STORED)

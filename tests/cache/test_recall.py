@@ -33,8 +33,8 @@ def test_what_was_evicted_is_read_as_if_it_had_stayed(positions: str, apart: int
 @pytest.mark.parametrize("base", BASES)
 def test_every_token_is_kept_or_stored_and_never_both(base: str) -> None:
     cache, model = make(f"{base} recall=blocks(size=4,take=2)"), backbone()
+    logits_of(cache, tokens())
     with attach(model), torch.no_grad():
-        prefill(model, tokens(), cache)
         for token in range(20):
             model(input_ids=torch.tensor([[5 + token]]), **{CACHE: cache})
             for rows, heads in zip(cache.bounded, held(cache), strict=True):
@@ -71,19 +71,15 @@ def test_infllm_is_the_papers() -> None:
 def test_copies_and_files_go_on_alike(base: str, tmp_path) -> None:
     policy, model = f"{base} recall=blocks(size=4,take=2)", backbone()
     cache = make(policy)
-    with attach(model), torch.no_grad():
-        prefill(model, tokens()[:52], cache)
-        saved = tmp_path / "cache.safetensors"
-        save_cache(cache, saved)
-        others = [cache.fork(LENGTH), deepcopy(cache), load_cache(saved, model, cache.heads)]
-        wanted = [prefill(model, tokens(), cache), model(torch.tensor([[7]]), **{CACHE: cache}).logits[0, -1]]
-        for other in others:
-            assert torch.equal(prefill(model, tokens(), other), wanted[0])
-            assert torch.equal(model(torch.tensor([[7]]), **{CACHE: other}).logits[0, -1], wanted[1])
-        cache.reset(LENGTH)
-        assert cache.context.recalls.blocks == 0
-        prefill(model, tokens(), cache)
-        assert torch.equal(model(torch.tensor([[7]]), **{CACHE: cache}).logits[0, -1], wanted[1])
+    prefill(model, tokens()[:52], cache)
+    save_cache(cache, tmp_path / "cache.locret")
+    others = [cache.fork(LENGTH), deepcopy(cache), load_cache(tmp_path / "cache.locret", model, cache.heads)]
+    wanted = logits_of(cache, tokens(), [7])
+    for other in others:
+        assert torch.equal(logits_of(other, tokens(), [7]), wanted)
+    cache.reset(LENGTH)
+    assert cache.context.recalls.blocks == 0
+    assert torch.equal(logits_of(cache, tokens(), [7])[1], wanted[1])
 
 
 def test_named_policies() -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from forked import start, status_of
-from read_texts import QUESTIONS, SETTINGS, kept, parts, read, text_of
+from policy_runs import answer, tokens
+from read_texts import QUESTIONS, SETTINGS, kept, load, parts, read, text_of, told
 from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
@@ -24,11 +25,11 @@ from locret_kit.cache import file
 from locret_kit.cache.saved import DTYPES, CacheFile, load_cache, save_cache
 from locret_kit.files import write_text
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.runtime.session import Sampling, decode, prefill
 
 STORAGES = {
     "plain": ("h2o", {}),
     "ragged": ("ada-locret", {}),
+    "8 bits": ("h2o", dict(kv_bits=8)),
     "4 bits": ("locret", dict(kv_bits=4)),
     "2 bits": ("snapkv(6,3)", dict(kv_bits=2)),
 }
@@ -36,19 +37,9 @@ HERE = Path(__file__).parent
 
 
 ASKING = """
-import json, sys, torch
-from read_texts import parts, kept, QUESTIONS
-from locret_kit import Document
-from locret_kit.policies.grammar import parse_policy
-found = []
-for family, policy, path in json.loads(sys.argv[1]):
-    model, tokenizer, heads = parts(family)
-    document = Document.load(path, model, tokenizer, heads if parse_policy(policy).needs_heads else None)
-    for question in QUESTIONS:
-        answer = document.ask(question, max_new_tokens=6)
-        words, layers, names = str(answer), answer.cache.bounded, ("keys", "values", "scores")
-        rows = [layer.slots(name).flatten().tolist() for layer in layers for name in names]
-        found.append([words, kept(answer.cache), [[number.hex() for number in row] for row in rows]])
+import json, sys
+from read_texts import load, told
+found = [told(load(path, policy, family)) for family, policy, path in json.loads(sys.argv[1])]
 json.dump(found, open(sys.argv[2], "w"))
 """
 
@@ -61,12 +52,7 @@ def test_another_process_answers_exactly_alike(tmp_path):
         document = read(family, policy, text_of(260), **SETTINGS, **settings)
         document.save(tmp_path / f"{number}.locret")
         cases.append((family, policy, str(tmp_path / f"{number}.locret")))
-        for question in QUESTIONS:
-            answer = document.ask(question, max_new_tokens=6)
-            words = str(answer)
-            layers, names = answer.cache.bounded, ("keys", "values", "scores")
-            rows = [layer.slots(name).flatten().tolist() for layer in layers for name in names]
-            expected.append([words, kept(answer.cache), [[number.hex() for number in x] for x in rows]])
+        expected.append(told(document))
     paths = os.pathsep.join([str(HERE), *filter(None, sys.path)])
     command = [sys.executable, "-c", ASKING, json.dumps(cases), tmp_path / "found.json"]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=True)
@@ -156,16 +142,13 @@ def test_a_loaded_file_is_saved_as_it_was(storage, tmp_path, monkeypatch):
     policy, settings = STORAGES[storage]
     monkeypatch.setattr(time, "gmtime", lambda: time.struct_time((2026, 1, 2, 3, 4, 5, 0, 0, 0)))
     document = read("gemma3", policy, text_of(), **SETTINGS, **settings)
-    model, tokenizer, heads = parts("gemma3")
     for text in (True, False):
         document.save(tmp_path / "a.locret", text=text)
-        loaded = Document.load(tmp_path / "a.locret", model, tokenizer, heads if "locret" in policy else None)
+        loaded = load(tmp_path / "a.locret", policy, "gemma3")
         loaded.save(tmp_path / "b.locret", text=text)
         loaded.save(tmp_path / "a.locret", text=text)  # over itself
         assert (tmp_path / "a.locret").read_bytes() == (tmp_path / "b.locret").read_bytes()
-        again = Document.load(tmp_path / "b.locret", model, tokenizer, heads if "locret" in policy else None)
-        question = QUESTIONS[0]
-        assert str(again.ask(question, max_new_tokens=4)) == str(loaded.ask(question, max_new_tokens=4))
+        assert told(loaded) == told(load(tmp_path / "b.locret", policy, "gemma3"))
 
 
 SHAPES: dict[str, tuple[str, dict[str, object], dict[str, tuple[int, ...]]]] = {
@@ -203,8 +186,7 @@ def test_a_file_has_an_axis_of_one_text(case):
 def test_rows_of_a_narrower_dtype_are_taken_where_that_is_asked(policy, tmp_path):
     """A wider file is always refused: its rows would be rounded."""
     tokenizer, heads = tiny_tokenizer(), parts()[2] if parse_policy(policy).needs_heads else None
-    names = DTYPES.keys() - {"float16"}
-    models = {name: tiny_model("llama", vocab_size=400).to(DTYPES[name]) for name in names}
+    models = {name: tiny_model("llama", vocab_size=400).to(DTYPES[name]) for name in DTYPES.keys() - {"float16"}}
     for model in models.values():  # frequencies stay in float32, as from_pretrained leaves them
         model.model.rotary_emb = tiny_model("llama", vocab_size=400).model.rotary_emb
     for narrow, wide in (("float32", "float64"), ("bfloat16", "float32")):
@@ -238,11 +220,9 @@ def test_a_model_without_its_weights_is_refused(tmp_path):
 def test_a_cache_is_saved_after_an_answer_and_after_a_reset(policy, kv_bits, tmp_path):
     """Also where the answer's rows have outgrown the prompt's room."""
     model, path = parts()[0], tmp_path / "cache.locret"
-    ids = torch.randint(2, 400, (100,), generator=torch.Generator().manual_seed(0)).tolist()
     cache = BoundedCache(64, policy, chunk=32, kv_bits=kv_bits, prompt_length=100)
+    answer(cache, tokens(100), 40, model)
     with attach(model), torch.no_grad():
-        logits = prefill(model, ids, cache)
-        list(decode(model, cache, logits, prompt=ids, max_new_tokens=40, sampling=Sampling(), stop=frozenset()))
         save_cache(cache, path)
         loaded = load_cache(path, model)
         outs = [model(input_ids=torch.tensor([[7]]), **{CACHE: one}).logits for one in (cache, loaded)]

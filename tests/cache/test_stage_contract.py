@@ -5,7 +5,7 @@ import torch
 from policy_runs import tokens
 from tiny_models import tiny_model
 
-from locret_kit import BoundedCache, attach
+from locret_kit import BoundedCache
 from locret_kit.cache.context import Stage
 from locret_kit.runtime.session import prefill
 
@@ -30,24 +30,19 @@ class Diary(Stage):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@torch.no_grad()
 def test_a_stage_of_ones_own_changes_nothing_and_sees_everything(policy):
     """Beside the policy's own stages: every block of tokens, and every eviction before its rows move."""
-    model, ids, diary = tiny_model("llama"), tokens(90), Diary()
-    with attach(model):
-        caches = [BoundedCache(24, policy, chunk=16, prompt_length=90, stages=stages) for stages in ((), (diary,))]
-        logits = [prefill(model, ids, cache) for cache in caches]
-    assert torch.equal(*logits)
+    diary = Diary()
+    caches = [BoundedCache(24, policy, chunk=16, prompt_length=90, stages=stages) for stages in ((), (diary,))]
+    assert torch.equal(*(prefill(tiny_model("llama"), tokens(90), cache) for cache in caches))
     evictions = sum(rows.evictions for rows in caches[1].bounded)
     assert len(diary.kept) == evictions > 0 or policy == "minference"
     if "recall" not in policy:  # whose own attention ends the asking, where blocks come back
         assert sum(tokens for _, tokens in diary.asked) == 90 * len(caches[1].bounded)
-    last = diary.kept[-1] if diary.kept else None
-    if last is not None:  # what the last layer kept at its last eviction is among its rows until the next
+    for last in diary.kept[-1:]:  # what the last layer kept at its last eviction is among its rows until the next
         assert set(last.tolist()) <= set(caches[1].kept_positions(len(caches[1].bounded) - 1).flatten().tolist())
 
 
-@torch.no_grad()
 def test_a_stage_may_compute_the_attention():
     """What ``attend`` returns is the layer's attention output; rows are there already."""
 
@@ -57,31 +52,18 @@ def test_a_stage_may_compute_the_attention():
             return torch.zeros_like(q_BQTD)
 
     model, ids = tiny_model("llama"), tokens(20)
-    with attach(model):
-        cache = BoundedCache(24, "streaming", chunk=8, prompt_length=20, stages=(Silent(),))
-        logits, plain = (
-            prefill(model, ids, each) for each in (cache, BoundedCache(24, "streaming", chunk=8, prompt_length=20))
-        )
-    assert not torch.equal(logits, plain)
-    wanted = model.lm_head(model.model.norm(mlps_alone(model, ids)))[0, -1]
-    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
-
-
-def mlps_alone(model, ids) -> torch.Tensor:
-    """Hidden states of a decoder whose attention adds nothing."""
+    cache = BoundedCache(24, "streaming", chunk=8, prompt_length=20, stages=(Silent(),))
     x = model.model.embed_tokens(torch.tensor([ids]))
-    for layer in model.model.layers:
+    for layer in model.model.layers:  # a decoder whose attention adds nothing
         x = x + layer.mlp(layer.post_attention_layernorm(x))
-    return x
+    wanted = model.lm_head(model.model.norm(x))[0, -1]
+    torch.testing.assert_close(prefill(model, ids, cache), wanted, rtol=1e-4, atol=1e-4)
 
 
-@torch.no_grad()
 def test_forks_share_them():
     model, ids, diary = tiny_model("llama"), tokens(60), Diary()
-    with attach(model):
-        cache = BoundedCache(24, "streaming", chunk=8, prompt_length=60, stages=(diary,))
-        prefill(model, ids[:40], cache)
-        fork = cache.fork(60)
-        before = len(diary.asked)
-        prefill(model, ids, fork)
+    cache = BoundedCache(24, "streaming", chunk=8, prompt_length=60, stages=(diary,))
+    prefill(model, ids[:40], cache)
+    before = len(diary.asked)
+    prefill(model, ids, cache.fork(60))
     assert len(diary.asked) > before

@@ -20,7 +20,6 @@ def positions(cache: BoundedCache) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("policy", "family", "decode_every"), pairs(POLICIES, ["llama", "gemma3"], [None, 5]))
-@torch.no_grad()
 def test_one_piece_equals_token_by_token(monkeypatch, policy, family, decode_every):
     model, ids = backbone(family), distinct_texts(130, seed=5)
     heads = tiny_heads(model, 32) if policy == "locret" else None

@@ -21,9 +21,8 @@ POLICIES = [
 ]  # fmt: skip
 
 
-def read(model, cache) -> torch.Tensor:
-    with attach(model), torch.no_grad():
-        return prefill(model, IDS[0].tolist(), cache)
+def read(model, cache, ids=IDS, progress=None) -> torch.Tensor:
+    return prefill(model, ids[0].tolist(), cache, progress)
 
 
 def best(score: list[float], size: int, kernel: int, first: int, smooth: int, least: float) -> list[int]:
@@ -68,13 +67,12 @@ def test_the_answer_is_that_of_a_prompt_of_passages_and_question(tokens, window,
     kept = [token for token in range(BODY) if sees[BODY, token]]
     groups = model.config.num_attention_heads // model.config.num_key_value_heads
     size = min(tokens, 12)
-    with torch.no_grad():
-        first_reading = plain(input_ids=IDS, attention_mask=hidden[None, None], output_attentions=True).attentions
-        chosen = passages_by_definition(
-            first_reading, kept, groups, size, min(window, 5), kernel, min(first, size // 2), smooth, each, least
-        )
-        passages = [*chosen, *range(BODY, TOKENS)]
-        wanted = plain(input_ids=IDS[:, passages]).logits[0, -1]
+    first_reading = plain(input_ids=IDS, attention_mask=hidden[None, None], output_attentions=True).attentions
+    chosen = passages_by_definition(
+        first_reading, kept, groups, size, min(window, 5), kernel, min(first, size // 2), smooth, each, least
+    )
+    passages = [*chosen, *range(BODY, TOKENS)]
+    wanted = plain(input_ids=IDS[:, passages]).logits[0, -1]
     cache = bounded(
         f"streaming(4) reread=passages({tokens},{window},{kernel},{first},{smooth},{str(each).lower()},{least})",
         positions="original",
@@ -91,8 +89,7 @@ def test_any_policy_answers_from_what_it_reads_again(policy, family):
     model, positions = tiny_model(family).double(), ("compact", "original", "clipped(16)")[len(policy) % 3]
     cache = bounded(f"{policy} reread=passages(6,4,3,2)", positions=positions)
     found = read(model, cache)
-    with torch.no_grad():
-        wanted = model(input_ids=IDS[:, cache.reread_positions]).logits[0, -1]
+    wanted = model(input_ids=IDS[:, cache.reread_positions]).logits[0, -1]
     torch.testing.assert_close(found, wanted.float(), rtol=0, atol=1e-6)
     assert len(cache.reread_positions) == 11 and cache.reread_positions[-5:] == list(range(BODY, TOKENS))
     for layer in range(len(cache.bounded) if family == "llama" else 0):
@@ -106,11 +103,9 @@ def test_any_policy_answers_from_what_it_reads_again(policy, family):
 def test_decoding_goes_on_in_the_budget(policy, kv_bits):
     model, calls = tiny_model("llama"), []
     cache = bounded(f"{policy} reread=passages(6,4,3,2)", kv_bits=kv_bits)
-    with attach(model), torch.no_grad():
-        logits = prefill(model, IDS[0].tolist(), cache, lambda done, total: calls.append(done))
-        again = TOKENS - 11
-        assert calls[calls.index(BODY) + 1] == again and calls[-1] == TOKENS and again < calls[-2] < TOKENS
-        told = [*decode(model, cache, logits, prompt=IDS[0].tolist(), max_new_tokens=40)]
+    logits, again = read(model, cache, progress=lambda done, total: calls.append(done)), TOKENS - 11
+    assert calls[calls.index(BODY) + 1] == again and calls[-1] == TOKENS and again < calls[-2] < TOKENS
+    told = [*decode(model, cache, logits, prompt=IDS[0].tolist(), max_new_tokens=40)]
     assert len(told) == 40 and cache.get_seq_length() == TOKENS + 39
     assert sum(cache.kept_rows) <= len(cache.bounded) * (24 + 8)
     for layer in range(len(cache.bounded)):
@@ -121,12 +116,10 @@ def test_decoding_goes_on_in_the_budget(policy, kv_bits):
 
 def test_a_prompt_that_fits_is_read_once():
     model, calls = tiny_model("llama").double(), []
-    with attach(model), torch.no_grad():
-        cache = bounded("recency reread=passages(4)", budget=67, positions="original")
-        found = prefill(model, IDS[0].tolist(), cache, lambda done, total: calls.append(done))
-        wanted = model(input_ids=IDS).logits[0, -1]
+    cache = bounded("recency reread=passages(4)", budget=67, positions="original")
+    found = read(model, cache, progress=lambda done, total: calls.append(done))
     assert calls == sorted(set(calls)) and not cache.reread_positions
-    torch.testing.assert_close(found, wanted.float(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(found, model(input_ids=IDS).logits[0, -1].float(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("policy", ["h2o", "ada-snapkv(6,3)", "lagkv", "sirllm"])
@@ -136,14 +129,12 @@ def test_a_fork_reads_again_for_its_own_question(policy):
     other = IDS.clone()
     other[0, BODY:] = IDS[0, :5]
     document, found = bounded(text), []
-    with attach(model), torch.no_grad():
-        model(input_ids=IDS[:, :56], **{CACHE: document})
-        for ids in (IDS, other):
-            forked, fresh = document.fork(TOKENS), bounded(text)
-            logits, wanted = (prefill(model, ids[0].tolist(), cache) for cache in (forked, fresh))
-            torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-6)
-            assert forked.reread_positions == fresh.reread_positions
-            found.append(fresh.reread_positions)
+    read(model, document, IDS[:, :56])
+    for ids in (IDS, other):
+        forked, fresh = document.fork(TOKENS), bounded(text)
+        torch.testing.assert_close(read(model, forked, ids), read(model, fresh, ids), rtol=0, atol=1e-6)
+        assert forked.reread_positions == fresh.reread_positions
+        found.append(fresh.reread_positions)
     assert found[0] != found[1]
 
 
@@ -156,7 +147,7 @@ def test_errors_name_what_is_wrong():
     with pytest.raises(ValueError, match=r"reread=passages: kernel=4 must be odd and at least 1"):
         parse_policy("h2o reread=passages(kernel=4)")
     model = tiny_model("llama")
-    with attach(model), torch.no_grad(), pytest.raises(RuntimeError, match=r"use locret_kit.runtime.session.Answer"):
+    with attach(model), pytest.raises(RuntimeError, match=r"use locret_kit.runtime.session.Answer"):
         model.generate(IDS, **{CACHE: bounded("h2o reread=passages")}, max_new_tokens=3, do_sample=False)
 
 
@@ -176,7 +167,7 @@ def test_a_cache_is_saved_between_the_two_readings(tmp_path):
         if cache.reread_positions:
             raise KeyboardInterrupt
 
-    with attach(model), pytest.raises(KeyboardInterrupt):
-        prefill(model, IDS[0].tolist(), cache, stop)
+    with pytest.raises(KeyboardInterrupt):
+        read(model, cache, progress=stop)
     save_cache(cache, tmp_path / "cache.locret")
     assert torch.equal(read(model, load_cache(tmp_path / "cache.locret", model)), read(model, whole))

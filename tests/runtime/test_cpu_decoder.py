@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 from decoder_runs import alike, decoded, same
-from policy_runs import LENGTH, SMALL, backbone, heads_of, held, make, tokens
+from policy_runs import LENGTH, SMALL, answer, backbone, heads_of, held, make, tokens
 from scripts_loaded import load_script
 from tiny_models import tiny_model
 
@@ -17,8 +17,7 @@ from locret_kit import BoundedCache, attach
 from locret_kit.backbones.gguf.gguf_model import PackedEmbedding, PackedLinear
 from locret_kit.runtime.drivers.capture import NoDriver, warn
 from locret_kit.runtime.drivers.cpu import CpuDriver, cpu_driver
-from locret_kit.runtime.engine import Engine, Request
-from locret_kit.runtime.session import Sampling, decode, prefill
+from locret_kit.runtime.session import prefill
 
 packed_matrix = load_script("scripts/kernel_cases.py").packed_matrix
 WIDE = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, attention_bias=True)
@@ -131,17 +130,14 @@ def test_bfloat16_is_as_near_to_the_truth_as_the_plain_forward():
 
 def test_a_text_is_the_same_in_any_company():
     """Bit for bit: in a batch of several lengths, policies and threads as alone."""
-    model = backbone()
     lengths = {"locret": 83, "h2o": 41, "ada-locret": 60, "snapkv(6,3)": 77, "knorm": 30}
-    said = {}
-    with attach(model), torch.inference_mode():
-        decoder = CpuDriver(model)
-        caches = {name: make(name, length=length) for name, length in lengths.items()}
-        for name, cache in caches.items():
-            prefill(model, tokens(lengths[name]), cache)
-        alone = {name: make(name, length=length) for name, length in lengths.items()}
+    decoder, said = CpuDriver(backbone()), {}
+    caches, alone = ({name: make(name, length=length) for name, length in lengths.items()} for _ in range(2))
+    for name, length in lengths.items():
+        for cache in (caches[name], alone[name]):
+            prefill(backbone(), tokens(length), cache)
+    with attach(backbone()), torch.inference_mode():
         for name, cache in alone.items():
-            prefill(model, tokens(lengths[name]), cache)
             said[name] = torch.stack([decoder([cache], [token])[0] for token in tokens(20, seed=2)])
         torch.set_num_threads(3)
         try:
@@ -214,37 +210,14 @@ def test_a_token_that_there_is_not():
 
 def test_without_a_compiler_tokens_are_decoded_all_the_same(monkeypatch, caplog):
     """And that is said once."""
+    make("locret").bind(backbone())  # the backend of prompts is known by now
     monkeypatch.setenv("CXX", "no-such-compiler")
     cpp.load.cache_clear()
     warn.cache_clear()
-    model, ids = tiny_model("llama").double(), tokens()
+    model, caches = tiny_model("llama").double(), [make("locret", backend=name) for name in (None, None, "reference")]
     try:
-        said = []
-        for cache in (make("locret"), make("locret"), make("locret", backend="reference")):
-            with attach(model), torch.inference_mode():
-                logits = prefill(model, ids, cache)
-                rest = dict(prompt=ids, max_new_tokens=12, sampling=Sampling(), stop=frozenset())
-                said.append(list(decode(model, cache, logits, **rest)))
+        said = [answer(cache, tokens(), 12, model) for cache in caches]
     finally:
         cpp.load.cache_clear()
     assert said[0] == said[1] == said[2]
     assert [record.getMessage().count("no C++ compiler") for record in caplog.records] == [1]
-
-
-@pytest.mark.parametrize("policy", ["locret", "ada-locret"])
-def test_a_session_and_a_batch_decode_so(policy):
-    model, ids = backbone(), tokens()
-    caches = [make(policy), make(policy, backend="reference"), make(policy)]
-    rest = dict(prompt=ids, max_new_tokens=30, sampling=Sampling(), stop=frozenset())
-    said = []
-    with attach(model), torch.inference_mode():
-        for cache in caches[:2]:
-            logits = prefill(model, ids, cache)
-            said.append(list(decode(model, cache, logits, **rest)))
-    batch = Engine(model, frozenset())
-    text = batch.add(Request(ids, 30), lambda: caches[2])
-    while batch.running:
-        batch.step()
-    assert said[0] == said[1] == text.tokens
-    assert caches[0].counters.decoding == caches[2].counters.decoding == "cpu"
-    assert caches[1].counters.decoding.startswith("dynamic: backend")

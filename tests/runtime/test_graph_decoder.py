@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from decoder_runs import STEPS, decoded, same
-from policy_runs import backbone, make, tokens
+from policy_runs import answer, backbone, make, tokens
 from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)
 
 from locret_kit import BoundedCache, attach
@@ -16,12 +16,12 @@ from locret_kit.cache.due import Schedule
 from locret_kit.runtime import drivers
 from locret_kit.runtime.drivers import PlainDriver, logits_after
 from locret_kit.runtime.drivers import graph as driver
-from locret_kit.runtime.drivers.capture import SyncDetector
+from locret_kit.runtime.drivers.capture import SyncDetector, warn
 from locret_kit.runtime.drivers.dense import DenseStep
 from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.engine import Engine
 from locret_kit.runtime.sequence import Request
-from locret_kit.runtime.session import Sampling, decode, prefill
+from locret_kit.runtime.session import prefill
 
 pytestmark = pytest.mark.usefixtures("on_the_reference")
 RULES = ["compact", "original", "clipped(60)"]
@@ -208,20 +208,14 @@ def test_the_guard_sees_what_it_must(inference):
         assert not reads.found
 
 
-def decode_on(model, cache, **rest) -> list[int]:
-    logits = prefill(model, tokens(), cache)
-    given = dict(prompt=tokens(), max_new_tokens=6, sampling=Sampling(), stop=frozenset(), **rest)
-    return list(decode(model, cache, logits, **given))
-
-
 def test_decode_chooses(monkeypatch):
     monkeypatch.undo()  # the backend that the device's rule chooses
-    model, caches = backbone(), [make("h2o") for _ in range(3)]
-    with attach(model):
-        assert decode_on(model, caches[0], graph=None) == decode_on(model, caches[1], graph=False)
-        with pytest.raises(ValueError, match="graph=True is not possible here: CUDA graphs need a CUDA device, not"):
-            decode_on(model, caches[2], graph=True)
-    assert caches[0].counters.decoding == caches[1].counters.decoding == "cpu"
+    caches = [make("h2o", backend=name) for name in (None, None, "reference")]
+    said = [answer(cache, tokens(), 6, graph=graph) for cache, graph in zip(caches, (None, False, None), strict=True)]
+    assert said[0] == said[1] == said[2]
+    assert [cache.counters.decoding for cache in caches] == ["cpu", "cpu", "dynamic: backend='reference'"]
+    with pytest.raises(ValueError, match="graph=True is not possible here: CUDA graphs need a CUDA device, not"):
+        answer(make("h2o"), tokens(), 6, graph=True)
 
 
 def test_a_capture_that_fails_loses_no_token(monkeypatch, caplog):
@@ -231,6 +225,7 @@ def test_a_capture_that_fails_loses_no_token(monkeypatch, caplog):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(TapedDecoder, "_captured", fails)
+    warn.cache_clear()
     step = same(backbone(), pair("h2o"), tokens(), TapedDecoder, steps=15)
     assert step.reason == "its capture failed: operation not permitted when stream is capturing" and not step.graphs
     assert step.dense is None and "a token runs through the decoder's modules: its capture failed" in caplog.text

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from checkout import forget_plugins
-from policy_runs import backbone, held, make, tokens
+from policy_runs import answer, held, make, tokens
 
 from locret_kernels.backend import function
 from locret_kit.cache.backend import BACKENDS
@@ -15,7 +15,6 @@ from locret_kit.cache.storage.layouts import LAYOUTS
 from locret_kit.cli.infer import main
 from locret_kit.policies.registry import load_plugin
 from locret_kit.runtime.drivers import DRIVERS
-from locret_kit.runtime.session import decode, prefill
 
 CODEC = '''
 from locret_kit.cache.storage.codec import CODECS, Plain
@@ -110,11 +109,10 @@ def load(tmp_path, monkeypatch):
         registry.update(items)
 
 
-def answer(policy: str = "h2o", **settings):
+def answered(policy: str = "h2o", **settings):
     """A cache after its prompt and an answer, and the answer's tokens."""
-    cache, model, ids = make(policy, **settings), backbone(), tokens()
-    logits = prefill(model, ids, cache)
-    return cache, [*decode(model, cache, logits, prompt=ids, max_new_tokens=9)]
+    cache = make(policy, **settings)
+    return cache, answer(cache, tokens(), 9)
 
 
 def same(mine, plain) -> None:
@@ -123,15 +121,15 @@ def same(mine, plain) -> None:
 
 def test_a_codec(load):
     load(CODEC)
-    mine, plain = answer(kv_bits="negative", backend="reference"), answer(backend="reference")
+    mine, plain = answered(kv_bits="negative", backend="reference"), answered(backend="reference")
     same(mine, plain)
     assert all(torch.equal(a.codec.keys, -b.codec.keys) for a, b in zip(mine[0].bounded, plain[0].bounded, strict=True))
 
 
 def test_a_backend(load):
     calls = load(BACKEND).calls
-    mine = answer(backend="counting")
-    same(mine, answer(backend="reference"))
+    mine = answered(backend="counting")
+    same(mine, answered(backend="reference"))
     assert mine[0].backend == mine[0].settings.backend == "counting" and max(calls) > 1 and min(calls) == 1
 
 
@@ -141,27 +139,27 @@ def test_a_backend_whose_operations_are_launches(load, monkeypatch):
     monkeypatch.setattr(backend, "launches", True)
     entered = []
     monkeypatch.setattr(rows_module, "function", lambda name, kernels: entered.append(name) or function(name, kernels))
-    mine = answer(backend="launching")
+    mine = answered(backend="launching")
     assert "enter_rows" in entered
     entered.clear()
-    same(mine, answer(backend="reference"))
+    same(mine, answered(backend="reference"))
     assert "enter_rows" not in entered
 
 
 def test_a_layout(load):
     wide = load(LAYOUT).Wide
     names = (f"score=aas allocation={name} scope=window" for name in ("wide", "adaptive"))
-    mine, plain = (answer(name, backend="reference") for name in names)
+    mine, plain = (answered(name, backend="reference") for name in names)
     same(mine, plain)
     assert all(type(rows.layout) is wide for rows in mine[0].bounded)
 
 
 def test_a_driver(load):
     heard = load(DRIVER).Listening.heard
-    mine = answer()
+    mine = answered()
     assert mine[0].counters.decoding == "listening" and heard == mine[1][:-1]
-    same(mine, answer(backend="reference"))
-    assert answer("snapkv", backend="reference")[0].counters.decoding != "listening" and len(heard) == 2 * 8
+    same(mine, answered(backend="reference"))
+    assert answered("snapkv", backend="reference")[0].counters.decoding != "listening" and len(heard) == 2 * 8
 
 
 @pytest.mark.parametrize(
@@ -169,7 +167,7 @@ def test_a_driver(load):
     [
         (
             {"backend": "refrence"},
-            r"backend='refrence' must be one of: reference, triton, cpu. Did you mean 'reference'?",
+            "backend='refrence' must be one of: reference, triton, cpu. Did you mean 'reference'?",
         ),
         ({"kv_bits": "nf4"}, "kv_bits='nf4' must be one of: 8, 4, 2"),
         ({"kv_bits": "a b"}, "kv_bits=a b must be one of: 8, 4, 2"),
@@ -178,7 +176,7 @@ def test_a_driver(load):
 )
 def test_a_name_that_nobody_has(given, said):
     with pytest.raises(ValueError) as caught:
-        answer(**given)
+        answered(**given)
     assert str(caught.value).startswith(said)
 
 

@@ -16,7 +16,7 @@ from locret_kit.backbones.libraries import CACHE
 from locret_kit.policies.base import Selection
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.registry import policies
-from locret_kit.runtime.session import prefill
+from locret_kit.runtime.session import decode, prefill
 
 LENGTH = 83
 SMALL = dict(chunk=13, stabilizers=4, local_len=5)
@@ -89,6 +89,13 @@ def logits_of(cache: BoundedCache, ids: Sequence[int], then: Sequence[int] = (),
         for token in then:
             out.append(model(input_ids=torch.tensor([[token]]), **{CACHE: cache}).logits[0, -1].float())
     return torch.stack(out)
+
+
+def answer(cache: BoundedCache, ids: Sequence[int], new: int, model=None, **rest) -> list[int]:
+    """The answer of ``new`` tokens to a prompt."""
+    model = model or backbone()
+    with attached(model):
+        return [*decode(model, cache, prefill(model, ids, cache), prompt=ids, max_new_tokens=new, **rest)]
 
 
 class Recorder(Selection):

@@ -47,6 +47,17 @@ def read(family: str, policy: str, text: str, **settings) -> Document:
     return Document.read(model, tokenizer, text, budget, policy, heads_for(policy, family), **settings)
 
 
+def told(document: Document) -> list:
+    """Answers, what is kept then, and every number of it in full."""
+    found, names = [], ("keys", "values", "scores")
+    for question in QUESTIONS:
+        answer = document.ask(question, max_new_tokens=6)
+        words, layers = str(answer), answer.cache.bounded
+        rows = [layer.slots(name).flatten().tolist() for layer in layers for name in names]
+        found.append([words, kept(answer.cache), [[number.hex() for number in row] for row in rows]])
+    return found
+
+
 def load(path: Path, policy: str, family: str = "llama") -> Document:
     """A document that was saved."""
     return Document.load(path, *parts(family)[:2], heads_for(policy, family))

@@ -22,7 +22,7 @@ from ...backbones.decoder_attention import Softmax
 from ..attend import VarlenRows
 from .blocks import BlockStore
 from .codec import Codec, Column, Plain
-from .layouts import ALL, Index, Layout, Shapes
+from .layouts import ALL, Layout, Shapes
 from .quantised import RowBits
 
 CROPPING = (
@@ -30,11 +30,6 @@ CROPPING = (
 )
 COUNTS = ("rows", "seen", "since_eviction", "evictions")
 """Counts of a layer that a step changes."""
-
-
-def stacked(at: Index) -> Index:
-    """Index of the same rows in several buffers, stacked along a first axis."""
-    return ALL, *at
 
 
 @dataclass(frozen=True)
@@ -223,7 +218,7 @@ class BoundedLayer(CacheLayerMixin):
             self.scores[at] = zero if given is None else given[0].to(zero.dtype)
             self.positions[at] = seen if isinstance(seen, Tensor) and seen.dim() else seen + new_T
             if self.statistics:
-                self.stats[stacked(at)] = zero
+                self.stats[:, *at] = zero
             if self.merges:
                 self.absorbed[at] = self.absorbed.new_full((), float("-inf"))
         self.count(T)
@@ -265,7 +260,7 @@ class BoundedLayer(CacheLayerMixin):
         """The rows as they lie, heads of equal length together."""
         for heads, at in self.layout.pieces():
             keys, values = (self.codec.read(name, at) for name in ("keys", "values"))
-            yield EqualLengthHeads(heads, keys, values, self.stats[stacked(at)], self.positions[at])
+            yield EqualLengthHeads(heads, keys, values, self.stats[:, *at], self.positions[at])
 
     @property
     def uses_varlen(self) -> bool:
@@ -291,7 +286,7 @@ class BoundedLayer(CacheLayerMixin):
         if name in ("keys", "values"):
             rows = self.codec.read(name, at)
             return rows if padding is None else rows.masked_fill(padding[..., None], 0)
-        rows = self.stats[stacked(at)] if name == "stats" else getattr(self, name)[at]
+        rows = self.stats[:, *at] if name == "stats" else getattr(self, name)[at]
         return rows if padding is None else rows.masked_fill(padding, 0)
 
     def kept(self) -> Tensor | list[list[Tensor]]:
@@ -338,7 +333,7 @@ class BoundedLayer(CacheLayerMixin):
                 new[held] = old[held]
                 setattr(self.holder(name), name, new)
             old, self.stats = self.stats, self.stats.new_empty(self.statistics, *self.layout.shape(self.capacity))
-            self.stats[stacked(held)] = old[stacked(held)]
+            self.stats[:, *held] = old[:, *held]
             self.codec.grow()
 
     # ---- what the rest of transformers asks ----------------------------------------------------------------------
