@@ -36,7 +36,6 @@ def within_rows(tokenizer: PreTrainedTokenizerBase, rows: int | None) -> PreTrai
             setattr(tokenizer, name, None)
     tokenizer.extra_special_tokens = [text for text in tokenizer.extra_special_tokens if str(text) in known]
     if beyond := [token for token in tokenizer("a").input_ids if token >= rows]:
-        raise ValueError(
-            f"it adds token {beyond[0]} to a text, which must be below {rows}, the rows of the model's embedding"
-        )
+        said = f"which must be below {rows}, the rows of the model's embedding"
+        raise ValueError(f"it adds token {beyond[0]} to a text, {said}")
     return tokenizer
