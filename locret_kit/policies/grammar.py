@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass, replace
 from itertools import accumulate
 from math import isfinite
@@ -157,10 +158,8 @@ def _value(text: str, parameter: registry.Parameter, where: str) -> object:
 def _readings(text: str) -> Iterator[object]:
     """The meanings of a text, in order: an integer, a number, true, false or none, and itself."""
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             yield kind(text)
-        except ValueError:
-            continue
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         yield words[text.lower()]
