@@ -153,10 +153,10 @@ def _sliced(mlp: nn.Module, forward: Forward, x: Tensor, *args: object, **named:
     rows = x.numel() // x.shape[-1]
     if rows <= SLICE or args or named or not _gains(mlp, x):
         return forward(x, *args, **named)
-    x_NF, out_NF = x.reshape(rows, -1), None
+    x_NF, out_NF = x.reshape(rows, -1), x.new_empty(0)
     for start in range(0, rows, SLICE):
         part = forward(x_NF[start : start + SLICE])
-        out_NF = part.new_empty(rows, part.shape[-1]) if out_NF is None else out_NF
+        out_NF = out_NF if start else part.new_empty(rows, part.shape[-1])
         out_NF[start : start + SLICE] = part
         del part  # or it would outlive the next slice's products
     return out_NF.view(*x.shape[:-1], -1)

@@ -282,7 +282,7 @@ class Reading:
 
     def again(self, **more: Tensor) -> RecordedRun:
         """Run over the same tokens, with the results of attention of the first run; ``more`` as in ``run``."""
-        return self.run(self.ids_1T, self.first.outputs, **more)
+        return self.run(self.ids_1T, self.first.outputs, None, **more)
 
 
 ROUNDING = {torch.float64: 2e-5, torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}

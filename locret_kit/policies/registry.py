@@ -87,7 +87,7 @@ class NamedPolicy:
         def changed(made: object) -> object:
             assert is_dataclass(made) and not isinstance(made, type)
             names = {item.name: self.names.get(item.name, item.name) for item in fields(made)}
-            return replace(made, **{key: given[name] for key, name in names.items() if name in given})
+            return replace(made, **{key: given[name] for key, name in names.items() if name and name in given})
 
         given_parts = self.parts.items()
         parts = {key: tuple(map(changed, x)) if isinstance(x, tuple) else changed(x) for key, x in given_parts}
