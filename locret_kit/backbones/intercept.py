@@ -115,7 +115,7 @@ def _attention(
     this thread's handler or, without one, by the model's own function."""
     handler, calls, name = _ACTIVE.handler, _ACTIVE.calls, type(module).__name__
     if handler is None or calls is None:
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
+        eager = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", sdpa_attention_forward)
         own = ALL_ATTENTION_FUNCTIONS.get_interface(_ACTIVE.own, eager)
         return own(module, q, k, v, attention_mask, dropout=dropout, scaling=scaling, **kw)
     if (unknown := unknown_argument(kw, q.shape[2])) is not None:
