@@ -162,9 +162,8 @@ def describe(model: PreTrainedModel) -> DecoderAttention:
         return model.description
     model = unwrapped(model)
     if (processes := getattr(model, "_tp_size", None) or 1) > 1:
-        raise UnsupportedArchitecture(
-            f"tp_plan has split this model over {processes} processes: serve it inside vLLM, see docs/howto/scale.md"
-        )
+        advice = "serve it inside vLLM, see docs/howto/scale.md"
+        raise UnsupportedArchitecture(f"tp_plan has split this model over {processes} processes: {advice}")
     decoder, config = decoder_of(model), text_config(model)
     key = _key(decoder, config)
     with _LOCK:
