@@ -38,7 +38,7 @@ SETS = 2
 GRIDS = (
     "test_policies_oracle", "test_pins", "test_bounded_cache", "test_batch", "test_decoding", "test_attention",
     "test_lococo", "test_sparse_prefill", "test_answering", "test_interrupts",
-    "test_kernels_attention", "test_kernels_fused", "test_kernels_rows", "test_kernels_select", "test_kernels_sparse",
+    "test_kernels_attention", "test_kernels_fused", "test_kernels_rows", "test_kernels_select",
     "test_backend_contract", "test_cpu_backend", "test_products", "test_fake_cuda", "test_key_scores", "test_kvzip",
     "test_families", "test_architectures", "test_rope_scalings",
 )  # fmt: skip

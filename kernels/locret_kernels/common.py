@@ -79,9 +79,8 @@ def head_blocks(D: int, dtype: torch.dtype) -> tuple[int, int]:
     if D not in HEAD_SIZES:
         raise ValueError(f"head size {D} must be one of: {', '.join(map(str, HEAD_SIZES))} (backend='triton')")
     if dtype == torch.float32 and D > FLOAT32_HEAD and not INTERPRETED:
-        raise ValueError(
-            f"float32 heads of {D} must be of at most {FLOAT32_HEAD} (backend='triton'): bfloat16, float16 may"
-        )
+        most = f"at most {FLOAT32_HEAD} (backend='triton'): bfloat16, float16 may"
+        raise ValueError(f"float32 heads of {D} must be of {most}")
     return HEAD_SIZES[D]
 
 

@@ -20,9 +20,8 @@ def newer() -> list[str]:
         except PackageNotFoundError:
             continue
         if _numbers(installed)[:2] > _numbers(tested):
-            lines.append(
-                f"{name} {installed} is newer than {tested}, which was tested: pip install '{name}=={tested}.*'"
-            )
+            newest = f"{tested}, which was tested: pip install '{name}=={tested}.*'"
+            lines.append(f"{name} {installed} is newer than {newest}")
     return lines
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -84,25 +85,25 @@ class AttentionCall:
     """Whether its softmax has a scaling alone: no cap and no sinks."""
 
 
+KnownCalls = dict[nn.Module, list[tuple[AttentionCall, Tensor | None]]]
+"""Calls of each attention module, in the order of a forward, each with the order ``[D]`` of its channels, or None."""
+
+
 class Calls:
     """Attention calls of one forward. The order of calls tells apart the layers that share a module."""
 
-    def __init__(self, known: dict[nn.Module, list[tuple[AttentionCall, Tensor | None]]]) -> None:
-        """``known``: the calls of each module, in the order of a forward, each with its order of channels [D] or None."""
-        self._known = known
-        self._count: dict[nn.Module, int] = {}
+    def __init__(self, known: KnownCalls) -> None:
+        """Count from the first of ``known`` on."""
+        self._known, self._count = known, Counter[nn.Module]()
 
     def next(self, module: nn.Module) -> tuple[AttentionCall, Tensor | None]:
         """The current call of a module, and the order of channels [D] for rotating its queries and keys; None keeps the order."""
-        known = self._known.get(module, [])
+        known, name = self._known.get(module, []), type(module).__name__
         if len(known) == 1:
             return known[0]
-        count = self._count.get(module, 0)
-        if count >= len(known):
-            raise UnsupportedArchitecture(
-                f"{type(module).__name__} calls attention more often than when it was attached"
-            )
-        self._count[module] = count + 1
+        if (count := self._count[module]) >= len(known):
+            raise UnsupportedArchitecture(f"{name} calls attention more often than when it was attached")
+        self._count[module] += 1
         return known[count]
 
 
@@ -144,9 +145,7 @@ class DecoderAttention:
             "attention is chunked": any(layer.chunked for layer in spec.layers),
             self.unknown_rotation: not self.rotations,
             "norms of queries and keys come after the rotation": self.has_weighted_rotations,
-            "a rotation other than of halves": any(
-                r.order is not None or r.reversed or not r.module for r in self.rotations
-            ),
+            "a rotation other than of halves": any(r.order or r.reversed or not r.module for r in self.rotations),
         }
         return next((words for words, found in differences.items() if found), None)
 
@@ -201,11 +200,8 @@ def same_rotation(some: Sequence[Rope], others: Sequence[Rope]) -> bool:
 
 def rotaries_of(decoder: nn.Module) -> dict[str, nn.Module]:
     """Rotary modules of a decoder by their paths."""
-    return {
-        path: module
-        for path, module in decoder.named_modules()
-        if "Rotary" in type(module).__name__ and frequencies_of(module)
-    }
+    rotary = {path: module for path, module in decoder.named_modules() if "Rotary" in type(module).__name__}
+    return {path: module for path, module in rotary.items() if frequencies_of(module)}
 
 
 def frequencies_of(module: nn.Module) -> list[str]:
@@ -218,9 +214,7 @@ def scaling_of(module: nn.Module, buffer: str) -> float:
     return float(getattr(module, buffer.replace("inv_freq", "attention_scaling"), 1.0))
 
 
-def unrotate(
-    undo: Undo, decoder: nn.Module, when: Callable[[], bool] = lambda: True, *, in_halves: bool = False
-) -> None:
+def unrotate(undo: Undo, decoder: nn.Module, when: Callable[[], bool] | None = None, in_halves: bool = False) -> None:
     """Let the rotary modules of a decoder turn no token while ``when``, until ``undo``: cos = 1 and sin = 0.
 
     Args:
@@ -229,7 +223,7 @@ def unrotate(
     """
 
     def answer(rotary: nn.Module, forward: Callable[..., Turn], *args: Any, **named: Any) -> Turn:
-        if not when():
+        if when is not None and not when():
             return forward(*args, **named)
         if not in_halves:
             return _unturned(forward(*args, **named))

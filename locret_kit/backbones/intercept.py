@@ -12,8 +12,9 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn, Unpack
 from weakref import WeakSet
 
@@ -24,11 +25,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .decoder_attention import AttentionCall, Calls, DecoderAttention, Handler, LayerOperations, rotaries_of, unrotate
+from .decoder_attention import Calls, DecoderAttention, Handler, KnownCalls, LayerOperations, rotaries_of, unrotate
 from .libraries import cache_among
 from .patches import fuse_layers, give_rows, skip_rotations, slice_mlps, widen
 from .probe import describe
-from .recording import CallArguments, Method, meet_attention, softmax_of, unknown_argument
+from .recording import Attended, CallArguments, Method, meet_attention, softmax_of, unknown_argument
 from .spec import DecoderOutput, DecoderStack, Forward, decoder_of, device_of, text_config
 from .undo import Undo, replace_forward, run_eagerly
 from .wrapped import unwrapped
@@ -36,7 +37,7 @@ from .wrapped import unwrapped
 # ---- a forward cut into blocks, after each of which its handler reads the final hidden states -----------------------
 
 
-def read_blocks(handler: Handler, run: Forward, forward: Forward, **kwargs: Any) -> DecoderOutput:
+def read_blocks(handler: Handler, run: Forward, **kwargs: Any) -> DecoderOutput:
     """One forward, cut into the handler's blocks; after each of them it reads the final hidden states."""
     ids = kwargs.get("input_ids")
     tokens = (kwargs["inputs_embeds"] if ids is None else ids).shape[1]
@@ -44,7 +45,7 @@ def read_blocks(handler: Handler, run: Forward, forward: Forward, **kwargs: Any)
     for length in handler.blocks(tokens):
         new = slice(start, start + length)
         piece = {name: _of_tokens(value, new, tokens) for name, value in kwargs.items() if name != "attention_mask"}
-        outputs.append(run(handler, forward, **piece))
+        outputs.append(run(**piece))
         handler.read(outputs[-1].last_hidden_state, None if ids is None else ids[:, new])
         start += length
     whole = outputs[-1]
@@ -87,19 +88,6 @@ class _Active(threading.local):
 _ACTIVE = _Active()
 
 
-def _handled(
-    handler: Handler | None, calls: Calls | None, own: str, forward: Forward, *args: object, **kwargs: object
-) -> DecoderOutput:
-    """Run a forward whose attention calls go to ``handler``, in this thread. KeyboardInterrupt also restores the
-    previous state, since torch then calls no forward hook."""
-    before = _ACTIVE.handler, _ACTIVE.calls, _ACTIVE.own
-    try:
-        _ACTIVE.handler, _ACTIVE.calls, _ACTIVE.own = handler, calls, own
-        return forward(*args, **kwargs)
-    finally:
-        _ACTIVE.handler, _ACTIVE.calls, _ACTIVE.own = before
-
-
 class _WithoutGradient(torch.autograd.Function):
     """Attention of a handler without gradients; backward raises, because layers below would silently get none."""
 
@@ -122,18 +110,18 @@ def _attention(
     dropout: float = 0.0,  # where transformers' own have it: who wraps them all (kvpress) passes it by place
     scaling: float | None = None,
     **kw: Unpack[CallArguments],
-) -> tuple[Tensor, Tensor | None]:
+) -> Attended:
     """Attention ``[B, T, Q, D]`` of rotated queries ``[B, Q, T, D]`` and new keys and values ``[B, H, T, D]``, by
     this thread's handler or, without one, by the model's own function."""
-    handler, calls = _ACTIVE.handler, _ACTIVE.calls
+    handler, calls, name = _ACTIVE.handler, _ACTIVE.calls, type(module).__name__
     if handler is None or calls is None:
-        return _own_attention(module)(module, q, k, v, attention_mask, dropout=dropout, scaling=scaling, **kw)
+        eager = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", sdpa_attention_forward)
+        own = ALL_ATTENTION_FUNCTIONS.get_interface(_ACTIVE.own, eager)
+        return own(module, q, k, v, attention_mask, dropout=dropout, scaling=scaling, **kw)
     if (unknown := unknown_argument(kw, q.shape[2])) is not None:
-        raise ValueError(f"{type(module).__name__} is given {unknown!r}, which a bounded cache does not know")
+        raise ValueError(f"{name} is given {unknown!r}, which a bounded cache does not know")
     if isinstance(attention_mask, Tensor):
-        raise ValueError(
-            f"{type(module).__name__} is given a mask of the model's own, which a bounded cache does not know"
-        )
+        raise ValueError(f"{name} is given a mask of the model's own, which a bounded cache does not know")
     call, order_D = calls.next(module)
     if order_D is not None:
         q, k = q[..., order_D], k[..., order_D]
@@ -141,35 +129,23 @@ def _attention(
         out = handler.attend_shared(call.layer, q, k, v, softmax_of(q, scaling, kw))
     else:
         if q.shape[2] != k.shape[2]:
-            raise ValueError(f"{type(module).__name__} has {q.shape[2]} queries and {k.shape[2]} new keys")
+            raise ValueError(f"{name} has {q.shape[2]} queries and {k.shape[2]} new keys")
         out = handler.attend(call.layer, q, k, v, softmax_of(q, scaling, kw), kw.get("layer_input"))
     if q.requires_grad and torch.is_grad_enabled() and not out.requires_grad:
         out = _WithoutGradient.apply(out, q)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _method(
-    module: nn.Module, own: Method, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
+def _method(module: nn.Module, own: Method, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Attended:
     """Attention ``[B, Q, T, D]`` in place of a module's method ``own``, of rotated ``[B, Q, T, D]`` and ``[B, H, T, D]``."""
     if _ACTIVE.handler is None:
         return own(q, k, v, mask)
     return _attention(module, q, k, v, mask)[0].transpose(1, 2), None
 
 
-def _own_attention(module: nn.Module) -> Method:
-    """The attention function that the module's model had before the attachment."""
-    own = _ACTIVE.own
-    if own == "eager":
-        return getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
-    return ALL_ATTENTION_FUNCTIONS[own]
-
-
 def _mask(*args: object, **kwargs: object) -> object:
-    if _ACTIVE.handler is not None:
-        return None
-    own: Callable[..., object] = ALL_MASK_ATTENTION_FUNCTIONS.get(_ACTIVE.own, sdpa_mask)
-    return own(*args, **kwargs)
+    own = ALL_MASK_ATTENTION_FUNCTIONS.get(_ACTIVE.own, sdpa_mask)
+    return own(*args, **kwargs) if _ACTIVE.handler is None else None
 
 
 def active_handler() -> Handler | None:
@@ -211,10 +187,10 @@ class Attachment:
         self._explicit = _Active()
         self._undo = Undo()
         self._own = "sdpa"
-        self._known: dict[nn.Module, list[tuple[AttentionCall, Tensor | None]]] = {}
+        self._known: KnownCalls = {}
         self._rotaries: dict[str, nn.Module] = {}
 
-    def start(self) -> None:
+    def start(self) -> Attachment:
         """Meet the model's attention from now on.
 
         Raises:
@@ -233,7 +209,8 @@ class Attachment:
             self._own = before
             self._known = _calls_of(decoder, description)
             replace_forward(undo, decoder, self._forward)
-            _refuse_copies(undo, decoder)
+            undo.add(lambda: decoder.__dict__.pop("__reduce_ex__", None))
+            decoder.__dict__["__reduce_ex__"] = _refuse_copy
             self._rotaries = rotaries_of(decoder)
             unrotate(undo, decoder, _wants_unrotated, in_halves=description.answers_in_halves)
             if description.skips_rotation:
@@ -247,6 +224,7 @@ class Attachment:
         except BaseException:
             undo.run()
             raise
+        return self
 
     def _forward(self, forward: Forward, *args: object, **kwargs: Any) -> DecoderOutput:
         """The decoder's ``forward``, with a handler set in this thread while it runs, whatever it raises."""
@@ -254,7 +232,7 @@ class Attachment:
         own = getattr(cache, "handler", cache)
         handler = self._explicit.handler or (own if isinstance(own, Handler) else None)
         if handler is None:
-            return _handled(None, None, self._own, forward, *args, **kwargs)
+            return self._run(None, forward, *args, **kwargs)
         decoder = decoder_of(self.model)
         same = all(decoder.get_submodule(path) is rotary for path, rotary in self._rotaries.items())
         if not (same and is_attached(self.model)):
@@ -266,11 +244,8 @@ class Attachment:
         kwargs = handler.begin(self.model, kwargs)
         detached = "detached while this forward ran: attach a model once, and detach it when no thread uses it"
         try:
-            output = (
-                read_blocks(handler, self._run, forward, **kwargs)
-                if handler.in_blocks
-                else self._run(handler, forward, **kwargs)
-            )
+            run = partial(self._run, handler, forward)
+            output = read_blocks(handler, run, **kwargs) if handler.in_blocks else run(**kwargs)
         except Exception as error:
             if not self._undo:  # the rest of it was the backbone's own, to which no rotation was given
                 raise RuntimeError(detached) from error
@@ -280,8 +255,15 @@ class Attachment:
         handler.finish(output.last_hidden_state, kwargs.get("input_ids"))
         return output
 
-    def _run(self, handler: Handler, forward: Forward, **kwargs: object) -> DecoderOutput:
-        return _handled(handler, Calls(self._known), self._own, forward, **kwargs)
+    def _run(self, handler: Handler | None, forward: Forward, *args: object, **kwargs: object) -> DecoderOutput:
+        """Run a forward whose attention calls go to ``handler``, in this thread. KeyboardInterrupt also restores the previous
+        state, since torch then calls no forward hook."""
+        before = _ACTIVE.handler, _ACTIVE.calls, _ACTIVE.own
+        try:
+            _ACTIVE.handler, _ACTIVE.calls, _ACTIVE.own = handler, Calls(self._known), self._own
+            return forward(*args, **kwargs)
+        finally:
+            _ACTIVE.handler, _ACTIVE.calls, _ACTIVE.own = before
 
     @contextmanager
     def handled_by(self, handler: Handler) -> Iterator[None]:
@@ -303,23 +285,13 @@ class Attachment:
         self.detach()
 
 
-def _refuse_copies(undo: Undo, decoder: nn.Module) -> None:
-    """Make copying and pickling of a decoder raise TypeError until ``undo``, because a copy would call this
-    decoder's forward."""
-
-    def refuse(protocol: object) -> NoReturn:
-        raise TypeError("an attached model cannot be copied or pickled: detach it first (save_pretrained works)")
-
-    undo.add(lambda: decoder.__dict__.pop("__reduce_ex__", None))
-    decoder.__dict__["__reduce_ex__"] = refuse
+def _refuse_copy(protocol: object) -> NoReturn:
+    """Raise TypeError where a decoder is copied or pickled, because a copy would call its forward."""
+    raise TypeError("an attached model cannot be copied or pickled: detach it first (save_pretrained works)")
 
 
-def _calls_of(
-    decoder: DecoderStack, description: DecoderAttention
-) -> dict[nn.Module, list[tuple[AttentionCall, Tensor | None]]]:
-    """The calls of each attention module, in the order of a forward, each with the order ``[D]`` of its channels or
-    None."""
-    known: dict[nn.Module, list[tuple[AttentionCall, Tensor | None]]] = {}
+def _calls_of(decoder: DecoderStack, description: DecoderAttention) -> KnownCalls:
+    known: KnownCalls = {}
     orders = [rotation.order for rotation in description.rotations] or [None] * description.spec.n_layers
     for call in description.calls:
         module, order = decoder.get_submodule(call.module), orders[call.layer]
@@ -340,9 +312,7 @@ def attach(model: PreTrainedModel) -> Attachment:
     Raises:
         RuntimeError: the model is attached already. UnsupportedArchitecture: its attention is of no form that the kit knows.
     """
-    attachment = Attachment(model)
-    attachment.start()
-    return attachment
+    return Attachment(model).start()
 
 
 class _Block:

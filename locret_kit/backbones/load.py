@@ -1,5 +1,6 @@
 """Load a frozen backbone and its tokenizer; every failure is one line that says what to do."""
 
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,14 +17,13 @@ from transformers.utils import logging
 
 from ..files import pointer_note
 from ..naming import first_line
-from . import demo, warn_of_newer
+from . import demo, index, warn_of_newer
 from .gguf import bare_name, is_gguf, pull_gguf
 from .gguf.gguf_config import config_of
 from .gguf.gguf_file import GgufFile, open_gguf
 from .gguf.gguf_model import model_of
 from .patches import lacks_bfloat16
 from .spec import check_config
-from .vocabulary import within_rows
 from .weights import quantisation
 
 # ---- precision of a backbone whose user names none (``dtype=auto``) -------------------------------------------------
@@ -77,11 +77,11 @@ def pick_device(device: str | None) -> torch.device:
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """The type of a name; of ``auto`` the one that suits a device."""
-    if dtype != "auto":
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype={dtype!r} must be one of: auto, {', '.join(DTYPES)}")
-        return DTYPES[dtype]
-    return choose_precision(device).dtype
+    if dtype == "auto":
+        return choose_precision(device).dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} must be one of: auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
 
 
 def resolve_model(name: str, field: str = "model") -> str:
@@ -93,11 +93,9 @@ def resolve_model(name: str, field: str = "model") -> str:
     """
     if Path(name).exists():
         return name
-    beside = Path(__file__).resolve().parents[2] / name
-    if beside.exists():
-        return str(beside)
-    if name == demo.BACKBONE and demo.backbone_folder().exists():
-        return str(demo.backbone_folder())
+    places = [index.INSTALLED / name, *([demo.backbone_folder()] if name == demo.BACKBONE else [])]
+    if there := [place for place in places if place.exists()]:
+        return str(there[0])
     if name.startswith(("checkpoints/", "./", "/")):
         hint = f": locret-infer FILE fetches it once; on the Hub it is {demo.REPO}" if name == demo.BACKBONE else ""
         raise FileNotFoundError(f"{field}={name!r}: no such folder{hint}")
@@ -205,16 +203,15 @@ def load_backbone(
     if is_gguf(name):
         for field, value in (("adapter", adapter), ("weight_bits", weight_bits), ("device_map", device_map)):
             if value is not None:
-                raise ValueError(
-                    f"{field}={value!r} does not act on the packed weights of {name!r}: {GGUF_ADVICE[field]}"
-                )
+                said = f"does not act on the packed weights of {name!r}: {GGUF_ADVICE[field]}"
+                raise ValueError(f"{field}={value!r} {said}")
         fields = load_config(name, revision)
         with _reading(f"model={name!r} cannot be loaded"):
             packed: Any = model_of(_gguf(name, revision), fields, pick_dtype(dtype, where))
         return freeze(packed.to(where)), tokenizer or load_tokenizer(name, revision)
-    spread: dict[str, object] = (
-        {} if device_map is None else {"device_map": device_map, "max_memory": _limits(gpu_memory)}
-    )
+    spread: dict[str, object] = {}
+    if device_map is not None:
+        spread = {"device_map": device_map, "max_memory": _limits(gpu_memory)}
     config = load_config(name, revision, whole=True)
     precision = pick_dtype(dtype, where)
     if weight_bits is not None:
@@ -226,9 +223,8 @@ def load_backbone(
         bitsandbytes = quantisation(weight_bits, precision, where)
         spread = {"device_map": {"": where}} | spread | {"quantization_config": bitsandbytes}
     bits = "" if weight_bits is None else f" with weight_bits={weight_bits}"
-    with _reading(
-        f"model={name!r} cannot be loaded{bits}", path
-    ):  # an unknown architecture; truncated weights; a pickle
+    # An unknown architecture; truncated weights; a pickle.
+    with _reading(f"model={name!r} cannot be loaded{bits}", path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=precision, revision=revision, trust_remote_code=False, output_loading_info=True,
             ignore_mismatched_sizes=True, **spread,
@@ -265,17 +261,11 @@ def merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
     """
     from peft import PeftModel
 
-    with (
-        _reading(
-            f"adapter={adapter!r} cannot be put on {type(model).__name__}",
-            resolve_model(adapter, "adapter"),
-            ValueError,
-        ),
-        warnings.catch_warnings(),
-    ):
+    folder, said = resolve_model(adapter, "adapter"), f"adapter={adapter!r} cannot be put on {type(model).__name__}"
+    with _reading(said, folder, ValueError), warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*missing adapter keys.*")  # weights for other layers' names
         warnings.filterwarnings("ignore", category=FutureWarning)  # peft asks transformers by an old name
-        wrapped = PeftModel.from_pretrained(model, resolve_model(adapter, "adapter"))
+        wrapped = PeftModel.from_pretrained(model, folder)
     if not hasattr(wrapped.base_model, "merge_and_unload"):
         kind = str(wrapped.peft_config["default"].peft_type).removeprefix("PeftType.")
         raise ValueError(f"adapter={adapter!r} is {kind}, which cannot be merged into weights, as LoRA can")
@@ -310,3 +300,43 @@ def _same_folder(a: str, b: str) -> bool:
 def freeze(model: M) -> M:
     """Evaluation mode, no gradients."""
     return model.eval().requires_grad_(False)
+
+
+# ---- tokens within the rows of a model's embedding --------------------------------------------------------------------
+
+# Many tokenizers have more: a pad token that was added after training, an image token of a model that is exported for text. A row
+# beyond the last would end a GPU's context for everybody.
+
+
+def within_rows(tokenizer: PreTrainedTokenizerBase, rows: int | None) -> PreTrainedTokenizerBase:
+    """The tokenizer, changed so that texts become tokens from 0 to ``rows - 1`` only: a token beyond an embedding's rows is spelt
+    by others. None is no bound.
+
+    Raises:
+        ValueError: the tokenizer adds such a token to each text, or is a slow one with such tokens.
+    """
+    if rows is None or max([*tokenizer.added_tokens_decoder, tokenizer.vocab_size - 1]) < rows:
+        return tokenizer
+    if not tokenizer.is_fast:
+        raise ValueError(f"{len(tokenizer)} tokens must be at most {rows}, the rows of the model's embedding")
+    made = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]  # of fast tokenizers
+    made["added_tokens"] = [token for token in made["added_tokens"] if token["id"] < rows]
+    model = made["model"]
+    if isinstance(model["vocab"], list):  # Unigram
+        model["vocab"] = model["vocab"][:rows]
+    else:
+        model["vocab"] = {text: token for text, token in model["vocab"].items() if token < rows}
+        if "merges" in model:
+            prefix = model.get("continuing_subword_prefix") or ""
+            merges = [pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]]
+            model["merges"] = [[a, b] for a, b in merges if {a, b, a + b.removeprefix(prefix)} <= model["vocab"].keys()]
+    tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(made))  # type: ignore[attr-defined]
+    known = tokenizer.get_vocab()
+    for name, text in tokenizer.special_tokens_map.items():
+        if str(text) not in known:
+            setattr(tokenizer, name, None)
+    tokenizer.extra_special_tokens = [text for text in tokenizer.extra_special_tokens if str(text) in known]
+    if beyond := [token for token in tokenizer("a").input_ids if token >= rows]:
+        said = f"which must be below {rows}, the rows of the model's embedding"
+        raise ValueError(f"it adds token {beyond[0]} to a text, {said}")
+    return tokenizer

@@ -31,6 +31,8 @@ from .undo import Undo, has_own_forward, replace_forward
 
 
 REFERENCE = LayerOperations(rms_norm, swiglu, F.linear)
+Forward = Callable[..., Tensor]
+"""A module's own."""
 
 
 def skip_rotations(undo: Undo, decoder: DecoderStack, choice: Choice) -> None:
@@ -59,7 +61,7 @@ def fuse_layers(undo: Undo, decoder: DecoderStack, choice: Choice) -> None:
         replace_forward(undo, norm, partial(_norm, norm, choice))
 
 
-def _norm(norm: RmsNorm, choice: Choice, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
+def _norm(norm: RmsNorm, choice: Choice, forward: Forward, x: Tensor) -> Tensor:
     """The norm of ``x``, of shape [..., C], by the operations of ``choice`` if there are any."""
     operations = choice(x, norm.weight)
     if operations is None or norm.weight.dtype != x.dtype:
@@ -67,31 +69,26 @@ def _norm(norm: RmsNorm, choice: Choice, forward: Callable[..., Tensor], x: Tens
     return operations.rms_norm(x, norm.weight, norm.variance_epsilon)[0]
 
 
-def _layer(
-    layer: Layer, choice: Choice, forward: Callable[..., Tensor], hidden_states: Tensor, **rest: object
-) -> Tensor:
+def _layer(layer: Layer, choice: Choice, forward: Forward, hidden_states: Tensor, **rest: object) -> Tensor:
     """A decoder layer of hidden states [B, T, C]. Its first residual is added in the launch of the second norm."""
     after = layer.post_attention_layernorm
-    if not is_rms_norm(after) or layer.training or after.weight.dtype != hidden_states.dtype:
-        return forward(hidden_states, **rest)
-    if (operations := choice(hidden_states, after.weight)) is None:
+    same = is_rms_norm(after) and not layer.training and after.weight.dtype == hidden_states.dtype
+    if not same or choice(hidden_states, after.weight) is None:
         return forward(hidden_states, **rest)
     normed = layer.input_layernorm(hidden_states)
-    attended, _ = layer.self_attn(
-        hidden_states=normed, layer_input=normed, **rest
-    )  # modules hand on what they don't know
+    # Modules hand on what they don't know.
+    attended, _ = layer.self_attn(hidden_states=normed, layer_input=normed, **rest)
     operations = choice(attended) or REFERENCE  # a gradient may begin in the attention, as of a pool that is trained
     normed, total = operations.rms_norm(attended, after.weight, after.variance_epsilon, hidden_states)
     return total + layer.mlp(normed)
 
 
-def _mlp(mlp: GatedMlp, choice: Choice, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
+def _mlp(mlp: GatedMlp, choice: Choice, forward: Forward, x: Tensor) -> Tensor:
     """A gated MLP of ``x``, of shape [..., C]. Its two inward products are separate or in one matrix."""
     if choice(x) is None or not is_silu(mlp):
         return forward(x)
-    gate, up = (
-        mlp.gate_up_proj(x).chunk(2, dim=-1) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj(x), mlp.up_proj(x))
-    )
+    one = hasattr(mlp, "gate_up_proj")
+    gate, up = mlp.gate_up_proj(x).chunk(2, dim=-1) if one else (mlp.gate_proj(x), mlp.up_proj(x))
     operations = choice(gate, up) or REFERENCE  # a gradient may begin in the products before
     out: Tensor = mlp.down_proj(operations.swiglu(gate, up))
     return out
@@ -99,8 +96,10 @@ def _mlp(mlp: GatedMlp, choice: Choice, forward: Callable[..., Tensor], x: Tenso
 
 # ---- rotation by zero --------------------------------------------------------------------------------------------------
 
+Pair = tuple[Tensor, Tensor]
+"""Queries and keys."""
 _LOCK = threading.Lock()
-_WRAPPED: dict[ModuleType, tuple[Callable[..., tuple[Tensor, Tensor]], set[Undo]]] = {}
+_WRAPPED: dict[ModuleType, tuple[Callable[..., Pair], set[Undo]]] = {}
 """Modelling modules whose rotation is wrapped: their own rotation, and the attachments that use the wrapped one."""
 ROTATION = "apply_rotary_pos_emb"
 
@@ -125,13 +124,8 @@ def _skip_identity(undo: Undo, module: ModuleType) -> None:
 
 
 def _rotated(
-    rotate: Callable[..., tuple[Tensor, Tensor]],
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor | None,
-    *rest: object,
-    **named: object,
-) -> tuple[Tensor, Tensor]:
+    rotate: Callable[..., Pair], q: Tensor, k: Tensor, cos: Tensor | None, *rest: object, **named: object
+) -> Pair:
     """q [B, Q, T, D] and k [B, H, T, D], rotated unless cos is None."""
     return (q, k) if cos is None else rotate(q, k, cos, *rest, **named)
 
@@ -154,17 +148,15 @@ def slice_mlps(undo: Undo, model: PreTrainedModel) -> None:
         replace_forward(undo, mlp, partial(_sliced, mlp))
 
 
-def _sliced(mlp: nn.Module, forward: Callable[..., Tensor], x: Tensor, *args: object, **named: object) -> Tensor:
+def _sliced(mlp: nn.Module, forward: Forward, x: Tensor, *args: object, **named: object) -> Tensor:
     """``forward(x)`` for ``x`` [..., C], in slices of rows if that saves memory. A call with further arguments is not sliced."""
     rows = x.numel() // x.shape[-1]
     if rows <= SLICE or args or named or not _gains(mlp, x):
         return forward(x, *args, **named)
-    x_NF = x.reshape(rows, -1)
-    out_NF = x_NF.new_empty(0)
+    x_NF, out_NF = x.reshape(rows, -1), x.new_empty(0)
     for start in range(0, rows, SLICE):
         part = forward(x_NF[start : start + SLICE])
-        if not start:
-            out_NF = part.new_empty(rows, part.shape[-1])
+        out_NF = out_NF if start else part.new_empty(rows, part.shape[-1])
         out_NF[start : start + SLICE] = part
         del part  # or it would outlive the next slice's products
     return out_NF.view(*x.shape[:-1], -1)
@@ -206,13 +198,12 @@ def widen(undo: Undo, model: PreTrainedModel, choice: Choice) -> None:
     """Run a decoder's bfloat16 products by the operations of ``choice``, until ``undo``, on a processor without fast ones."""
     if model.dtype == torch.bfloat16 and lacks_bfloat16():
         for linear in decoder_of(model).modules():
-            if type(linear) is not nn.Linear or not has_own_forward(linear):
-                continue
-            if type(linear.weight.data) is Tensor:  # no codes of another library
+            # No codes of another library.
+            if type(linear) is nn.Linear and has_own_forward(linear) and type(linear.weight.data) is Tensor:
                 replace_forward(undo, linear, partial(_widened, linear, choice))
 
 
-def _widened(linear: nn.Linear, choice: Choice, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _widened(linear: nn.Linear, choice: Choice, forward: Forward, x: Tensor) -> Tensor:
     """The linear map of ``x``, of shape [..., C], by the operations of ``choice`` if there are any."""
     operations = choice(x, linear.weight)
     return forward(x) if operations is None else operations.linear(x, linear.weight, linear.bias)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -34,13 +34,13 @@ from .products import NotDense, projections
 from .recording import (
     FARTHEST,
     IndexedCache,
+    Reading,
     RecordedCall,
     RecordedRun,
     close,
     observed,
     rotations_of,
-    run_recorded,
-    storage_of,
+    same,
     window_of,
 )
 from .spec import (
@@ -63,19 +63,15 @@ from .wrapped import unwrapped
 # Each is tried, and taken where the decoder gives what it gives by itself.
 
 
-def with_shortcuts(
-    decoder: DecoderStack, config: PreTrainedConfig, ids_1T: Tensor, first: RecordedRun, found: DecoderAttention
-) -> DecoderAttention:
-    """The description ``found`` with the shortcuts that the decoder allows. ``ids_1T``: token ids [1, T] of the run ``first``."""
+def with_shortcuts(reading: Reading, found: DecoderAttention) -> DecoderAttention:
+    """The description ``found`` with the shortcuts that the decoder allows."""
 
     def run(change: Callable[..., None], *args: object, first_place: int = 0, **named: object) -> RecordedRun | None:
         undo = Undo()
-        at_T = first_place + torch.arange(ids_1T.shape[1], device=ids_1T.device)
+        at_1T = first_place + torch.arange(TOKENS, device=reading.ids_1T.device)[None]
         try:
-            change(undo, decoder, *args, **named)
-            return run_recorded(
-                decoder, config, ids_1T, first.outputs, position_ids=at_T[None] if first_place else None
-            )
+            change(undo, reading.decoder, *args, **named)
+            return reading.again(**({"position_ids": at_1T} if first_place else {}))
         except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError):
             return None
         finally:
@@ -84,11 +80,9 @@ def with_shortcuts(
     if not any(rotation.module for rotation in found.rotations):
         return found
     unturned = run(unrotate, in_halves=True)
-    answers = _is_unturned(unturned, first, decoder, config, found)
-    standard = all(rotation.order is None for rotation in found.rotations)
-    skips = (
-        standard and answers and _is_unturned(run(skip_rotations, lambda *x: REFERENCE), first, decoder, config, found)
-    )
+    answers = _is_unturned(unturned, reading, found)
+    standard = answers and all(rotation.order is None for rotation in found.rotations)
+    skips = standard and _is_unturned(run(skip_rotations, lambda *x: REFERENCE), reading, found)
 
     def fuse(undo: Undo, decoder: DecoderStack) -> None:
         unrotate(undo, decoder, in_halves=True)
@@ -124,39 +118,31 @@ def _is_alike(run: RecordedRun | None, first: RecordedRun | None) -> bool:
     return close(run.hidden, first.hidden, 2) and all(close(a.q, b.q) and close(a.k, b.k) for a, b in pairs)
 
 
-def _is_unturned(
-    run: RecordedRun | None,
-    first: RecordedRun,
-    decoder: DecoderStack,
-    config: PreTrainedConfig,
-    found: DecoderAttention,
-) -> bool:
+def _is_unturned(run: RecordedRun | None, reading: Reading, found: DecoderAttention) -> bool:
     """Whether queries and keys are those before the rotation."""
     if run is None:
         return False
-    for call, a, b in zip(found.calls, run.calls, first.calls, strict=True):
+    for call, a, b in zip(found.calls, run.calls, reading.first.calls, strict=True):
         rotation = found.require_rotations()[call.layer]
         order = list(range(a.q.shape[-1])) if rotation.order is None else list(rotation.order)
-        rope = rotation.rope(decoder, config, TOKENS)
+        rope = rotation.rope(reading.decoder, reading.config, TOKENS)
         for x, y, turn in ((a.q, b.q, rope.of_queries), (a.k, b.k, rope)):
             if x.shape != y.shape:
                 return False
             cos, sin = turn.tables(torch.arange(x.shape[2], device=x.device), x.dtype)
             if not close(rotate(x[..., order], cos, sin), y[..., order]):
                 return False
-    return close(run.hidden, first.hidden, 2)
+    return close(run.hidden, reading.first.hidden, 2)
 
 
-def reads_pieces(
-    decoder: DecoderStack, config: PreTrainedConfig, ids_1T: Tensor, whole: RecordedRun, *, apart: bool = False
-) -> bool:
+def reads_pieces(reading: Reading, *, apart: bool = False) -> bool:
     """Whether ids [1, T] can be read in two pieces; with ``apart``, with a piece of another text between them. The hidden states
-    must equal those of ``whole``."""
-    begun = run_recorded(decoder, config, ids_1T[:, :5])
+    must equal those of the first run."""
+    begun, rest_1T = reading.run(reading.ids_1T[:, :5]), reading.ids_1T[:, 5:]
     if apart:
-        run_recorded(decoder, config, ids_1T[:, 5:].flip(1))
-    ended = run_recorded(decoder, config, ids_1T[:, 5:], cache=begun.cache)
-    return close(torch.cat((begun.hidden, ended.hidden), 1), whole.hidden, 2)
+        reading.run(rest_1T.flip(1))
+    ended = reading.run(rest_1T, cache=begun.cache)
+    return close(torch.cat((begun.hidden, ended.hidden), 1), reading.first.hidden, 2)
 
 
 # ---- what a decoder's attention is, measured on the decoder itself ----
@@ -176,9 +162,8 @@ def describe(model: PreTrainedModel) -> DecoderAttention:
         return model.description
     model = unwrapped(model)
     if (processes := getattr(model, "_tp_size", None) or 1) > 1:
-        raise UnsupportedArchitecture(
-            f"tp_plan has split this model over {processes} processes: serve it inside vLLM, see docs/howto/scale.md"
-        )
+        advice = "serve it inside vLLM, see docs/howto/scale.md"
+        raise UnsupportedArchitecture(f"tp_plan has split this model over {processes} processes: {advice}")
     decoder, config = decoder_of(model), text_config(model)
     key = _key(decoder, config)
     with _LOCK:
@@ -192,14 +177,11 @@ _KNOWN: dict[tuple[object, ...], DecoderAttention] = {}
 
 
 def _key(decoder: DecoderStack, config: PreTrainedConfig) -> tuple[object, ...]:
-    words = {
-        name: value for name, value in config.to_dict().items() if not name.startswith(("_", "transformers_version"))
-    }
+    words = {name: x for name, x in config.to_dict().items() if not name.startswith(("_", "transformers_version"))}
     modules = []
     for path, module in decoder.named_modules(remove_duplicate=False):
-        own = (
-            module.__dict__.items() if hasattr(module, "layer_idx") else ()
-        )  # numbers and words by which a layer computes
+        # Numbers and words by which a layer computes.
+        own = module.__dict__.items() if hasattr(module, "layer_idx") else ()
         told = {name: x for name, x in own if isinstance(x, str | float | int) and name != "training"}
         modules.append((path, type(module).__qualname__, told))
     return type(decoder), json.dumps([words, modules], sort_keys=True, default=str), _has_even_norms(decoder)
@@ -254,12 +236,11 @@ def outlined(model: PreTrainedModel) -> BackboneSpec:
         UnsupportedArchitecture: attention that is not supported, as far as shapes show it.
     """
     decoder, config = decoder_of(model), text_config(model)
-    ids_1T = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+    reading = Reading(decoder, config, torch.zeros(1, TOKENS, dtype=torch.long, device="meta"))
     with _read_by(decoder, config), torch.no_grad(), observed(decoder, config):
         try:
-            run = run_recorded(decoder, config, ids_1T)
-            spec, _ = _layers(decoder, config, run)
-            return replace(spec, state_sizes=_state_sizes(run))
+            spec, _ = _layers(reading)
+            return replace(spec, state_sizes=_state_sizes(reading.first))
         except RuntimeError:  # what an operator that needs numbers raises
             return spec_of(config)
 
@@ -275,117 +256,87 @@ def assumed(config: PreTrainedConfig, rotary: nn.Module | None) -> DecoderAttent
         for layer in spec.layers
         if buffers
     ]
-    calls = tuple(
-        AttentionCall(f"layers.{layer.index}.self_attn", i, False, True) for i, layer in enumerate(spec.layers)
-    )
-    return DecoderAttention(
-        spec,
-        calls,
-        tuple(rotations),
-        "" if rotations else "there is no rotary module",
-        skips_rotation=bool(buffers),
-        fuses_layers=bool(buffers),
-        projects=bool(buffers),
-    )
+    calls = tuple(AttentionCall(f"layers.{one.index}.self_attn", i, False, True) for i, one in enumerate(spec.layers))
+    unknown, like_llama = "" if rotations else "there is no rotary module", bool(buffers)
+    found = DecoderAttention(spec, calls, tuple(rotations), unknown)
+    return replace(found, skips_rotation=like_llama, fuses_layers=like_llama, projects=like_llama)
 
 
 def _description(decoder: DecoderStack, config: PreTrainedConfig) -> DecoderAttention:
     if not ASKED_FOR_STATES and any(kind.holds_state for kind in layer_kinds(config)):
         raise UnsupportedArchitecture("layers that hold a state need transformers 5.21")
-    device = next(decoder.parameters()).device
     words = max(3, min(getattr(config, "vocab_size", None) or 1000, 1000))
-    ids_1T = torch.randint(2, words, (1, TOKENS), generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(
-        device
-    )
-    first = run_recorded(decoder, config, ids_1T)
-    spec, calls = _layers(decoder, config, first)
-    placed = bool(rotaries_of(decoder)) or _takes_positions(decoder, config, ids_1T, first)
+    ids_1T = torch.randint(2, words, (1, TOKENS), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    reading = Reading(decoder, config, ids_1T.to(next(decoder.parameters()).device))
+    spec, calls = _layers(reading)
+    placed = bool(rotaries_of(decoder)) or _takes_positions(reading)
     found = DecoderAttention(spec, calls, takes_positions=placed)
     try:
-        found = replace(found, rotations=rotations_of(decoder, config, ids_1T, first, found))
+        found = replace(found, rotations=rotations_of(reading, found))
     except UnsupportedArchitecture as error:
         found = replace(found, unknown_rotation=str(error))
-    sizes = _state_sizes(first)
+    sizes = _state_sizes(reading.first)
     # Layers of which neither attention nor a state was seen: an MLP alone, or modules that keep a state themselves.
     seen = {*(str(layer.index) for layer in spec.layers), *(size.name.split(".")[1] for size in sizes)}
-    if len(seen) < config.num_hidden_layers and not reads_pieces(decoder, config, ids_1T, first, apart=True):
+    if len(seen) < config.num_hidden_layers and not reads_pieces(reading, apart=True):
         raise UnsupportedArchitecture("its modules keep the state of a text, which no cache holds")
     if spec.states:
-        found = replace(found, spec=replace(spec, state_sizes=sizes))
-        return replace(found, in_pieces=reads_pieces(decoder, config, ids_1T, first))
-    return with_shortcuts(decoder, config, ids_1T, first, found)
+        return replace(found, spec=replace(spec, state_sizes=sizes), in_pieces=reads_pieces(reading))
+    return with_shortcuts(reading, found)
 
 
-def _takes_positions(decoder: DecoderStack, config: PreTrainedConfig, ids_1T: Tensor, first: RecordedRun) -> bool:
-    """Whether a decoder without a rotation uses position ids; ``ids_1T`` are the token ids [1, T] of the run ``first``.
+def _takes_positions(reading: Reading) -> bool:
+    """Whether a decoder without a rotation uses position ids.
 
     Raises:
         UnsupportedArchitecture: without position ids it does not count from 0, as encoders that reserve places for padding.
             Then ``generate`` and a plain forward differ.
     """
-    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+    if "position_ids" not in inspect.signature(reading.decoder.forward).parameters:
         return False
-    at_1T = torch.arange(TOKENS, device=ids_1T.device)[None]
-    hidden, moved = (
-        run_recorded(decoder, config, ids_1T, first.outputs, position_ids=at).hidden for at in (at_1T, at_1T.flip(1))
-    )
-    if not close(hidden, first.hidden, 2):
+    at_1T = torch.arange(TOKENS, device=reading.ids_1T.device)[None]
+    hidden, moved = (reading.again(position_ids=at).hidden for at in (at_1T, at_1T.flip(1)))
+    if not close(hidden, reading.first.hidden, 2):
         raise UnsupportedArchitecture("it counts the positions of a text otherwise than from 0")
     return not close(moved, hidden)
 
 
-def _layers(
-    decoder: nn.Module, config: PreTrainedConfig, run: RecordedRun
-) -> tuple[BackboneSpec, tuple[AttentionCall, ...]]:
+def _layers(reading: Reading) -> tuple[BackboneSpec, tuple[AttentionCall, ...]]:
     """Layers with rows, and the calls that read them."""
+    run, config = reading.first, reading.config
     if not run.calls:
         raise UnsupportedArchitecture("no attention call comes through transformers' interface")
     if not any(x.is_meta or x.any() for call in run.calls for x in (call.q, call.k)):
         raise UnsupportedArchitecture("its weights make queries and keys of zeros: load them first")
-    paths = {id(module): path for path, module in decoder.named_modules()}
-    rows: list[AttentionLayer] = []
-    calls: list[AttentionCall] = []
-    homes: list[RecordedCall] = []
+    paths = {id(module): path for path, module in reading.decoder.named_modules()}
+    rows, calls, homes = list[AttentionLayer](), list[AttentionCall](), list[RecordedCall]()
     for call in run.calls:
-        where = f"attention of {paths[id(call.module)]!r}"
+        path, plain = paths[id(call.module)], call.softmax.is_plain
+        where = f"attention of {path!r}"
         if call.unknown:
             raise UnsupportedArchitecture(f"{where} is given {call.unknown!r}, which the kit does not know")
         _, Q, T, D = call.q.shape
         if T > 1 and getattr(call.module, "is_causal", None) is False:
             raise UnsupportedArchitecture(f"{where} is not causal: tokens of a prompt see those after them")
         window, chunked = window_of(call, config, where)
-        own = call.index is not None
-        if own and any(one.index == call.index for one in rows):
-            raise UnsupportedArchitecture(f"layer {call.index} calls attention more than once")
-        plain = call.softmax.is_plain
-        if own:
+        if call.index is not None:
+            if any(one.index == call.index for one in rows):
+                raise UnsupportedArchitecture(f"layer {call.index} calls attention more than once")
             if call.k.shape[2] != T or call.v.shape[2] != T:
                 raise UnsupportedArchitecture(f"{where} has {T} queries and {call.k.shape[2]} new keys")
-            H, size = call.k.shape[1], call.v.shape[-1]
-            rows.append(AttentionLayer(Q, H, D, size, window, chunked, call.index or 0))
+            calls.append(AttentionCall(path, len(rows), False, plain))
+            rows.append(AttentionLayer(Q, call.k.shape[1], D, call.v.shape[-1], window, chunked, call.index))
             homes.append(call)
-            calls.append(AttentionCall(paths[id(call.module)], len(rows) - 1, False, plain))
             continue
-        read = [i for i, home in enumerate(homes) if _same(home.k, call.k) and _same(home.v, call.v)]
+        read = [i for i, home in enumerate(homes) if same(home.k, call.k) and same(home.v, call.v)]
         if not read:
             raise UnsupportedArchitecture(f"{where} reads keys that are in no cache")
         home = rows[read[-1]]
         if (window, chunked) != (home.window, home.chunked):
             raise UnsupportedArchitecture(f"{where} reads the keys of a layer with another window")
-        calls.append(AttentionCall(paths[id(call.module)], read[-1], True, plain))
-    states = holds_states(run.cache)
-    shared = any(call.shared for call in calls)
-    if len({*(layer.index for layer in rows)}) < len(rows):
-        raise UnsupportedArchitecture("two layers cache their keys under one index")
+        calls.append(AttentionCall(path, read[-1], True, plain))
+    states, shared = holds_states(run.cache), any(call.shared for call in calls)
     return BackboneSpec(config.model_type, tuple(rows), activation_of(config), states, shared), tuple(calls)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of the same shape share their storage or have equal numbers."""
-    if a.shape != b.shape:
-        return False
-    one = storage_of(a) == storage_of(b) and a.storage_offset() == b.storage_offset()
-    return one or (not a.is_meta and bool(torch.equal(a, b)))
 
 
 def _state_sizes(run: RecordedRun) -> tuple[StateSize, ...]:

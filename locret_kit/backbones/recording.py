@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from inspect import signature
 from typing import Any, TypedDict, Unpack
 
@@ -39,7 +39,9 @@ from .undo import Undo, run_eagerly
 # that: GPT-J, CodeGen, GPT-NeoX-Japanese.
 
 
-Method = Callable[..., tuple[Tensor, Tensor | None]]
+Attended = tuple[Tensor, Tensor | None]
+"""Attention's output, and its weights where they are asked for."""
+Method = Callable[..., Attended]
 """A module's own, or what answers for it. Queries, keys, values and output are ``[B, heads, T, D]``; a mask comes last."""
 
 
@@ -84,10 +86,8 @@ def _is_method(method: object) -> bool:
 def is_softmax(own: Method, q_BHTD: Tensor, rows: int) -> bool:
     """Whether a method is softmax attention of these queries over all of ``rows`` keys, scaled by the root of their size."""
     draw, (_, H, _, D) = torch.Generator("cpu").manual_seed(0), q_BHTD.shape
-    keys, values = (
-        torch.randn(1, H, rows, D, generator=draw, dtype=torch.float32, device="cpu").to(q_BHTD) for _ in "kv"
-    )
-    newest = q_BHTD[:1, :, -1:]
+    both = torch.randn(2, 1, H, rows, D, generator=draw, dtype=torch.float32, device="cpu").to(q_BHTD)
+    keys, values, newest = *both, q_BHTD[:1, :, -1:]
     want, got = scaled_dot_product_attention(newest, keys, values), own(newest, keys, values, None)[0]
     return torch.allclose(got, want, rtol=0, atol=0.02 * float(want.abs().max()))
 
@@ -175,7 +175,7 @@ def unknown_argument(named: CallArguments, tokens: int) -> str | None:
 
 
 def record(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None = None, dropout: float = 0.0,
     scaling: float | None = None, **named: Unpack[CallArguments],
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention ``[B, T, Q, D]`` of a call, recorded with its arguments: queries ``[B, Q, T, D]``, keys and values
@@ -184,8 +184,7 @@ def record(
     index = None if cache is None else cache.asked
     if cache is not None:
         cache.asked = None
-    softmax = softmax_of(q, scaling, named)
-    unknown = unknown_argument(named, q.shape[2])
+    softmax, unknown = softmax_of(q, scaling, named), unknown_argument(named, q.shape[2])
     NOW.calls.append(RecordedCall(module, index, q, k, v, attention_mask, softmax, unknown, named.get("layer_input")))
     if NOW.replayed is not None:
         return NOW.replayed[number], None
@@ -232,9 +231,7 @@ def observed(decoder: PreTrainedModel, config: PreTrainedConfig) -> Iterator[Non
             module.training = True
 
 
-def _record_method(
-    rows: int, module: nn.Module, own: Method, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
-) -> tuple[Tensor, None]:
+def _record_method(rows: int, module: nn.Module, own: Method, q: Tensor, *rest: Any) -> Attended:
     """Attention ``[B, Q, T, D]`` in place of a module's method ``own``, recorded.
 
     Raises:
@@ -242,7 +239,7 @@ def _record_method(
     """
     if NOW.replayed is None and not q.is_meta and not is_softmax(own, q, rows):
         raise UnsupportedArchitecture(f"attention of {type(module).__name__} is scaled or masked in a way of its own")
-    return record(module, q, k, v, mask)[0].transpose(1, 2), None
+    return record(module, q, *rest)[0].transpose(1, 2), None
 
 
 @dataclass(frozen=True)
@@ -256,21 +253,36 @@ class RecordedRun:
     cache: IndexedCache
 
 
-def run_recorded(
-    decoder: nn.Module, config: PreTrainedConfig, ids_1T: Tensor, replayed: list[Tensor] | None = None,
-    cache: IndexedCache | None = None, position_ids: Tensor | None = None,
-) -> RecordedRun:  # fmt: skip
-    """Run a decoder over token ``ids`` ``[1, T]`` and record it.
+@dataclass(frozen=True)
+class Reading:
+    """A decoder that reads token ids ``[1, T]`` while its attention is ``observed``."""
 
-    Args:
-        replayed: results to return instead of computing attention. cache: of a text that the ids continue. position_ids: where
-            they are not those that follow.
-    """
-    NOW.calls, NOW.outputs, NOW.replayed = [], [], replayed
-    NOW.cache = IndexedCache(config=config) if cache is None else cache
-    more = {} if position_ids is None else {"position_ids": position_ids}
-    hidden = decoder(input_ids=ids_1T, use_cache=True, **{CACHE: NOW.cache}, **more).last_hidden_state
-    return RecordedRun(NOW.calls, NOW.outputs, hidden, NOW.cache)
+    decoder: DecoderStack
+    config: PreTrainedConfig
+    ids_1T: Tensor
+
+    @cached_property
+    def first(self) -> RecordedRun:
+        """Run without changes."""
+        return self.run(self.ids_1T)
+
+    def run(
+        self, ids_1T: Tensor, replayed: list[Tensor] | None = None, cache: IndexedCache | None = None, **more: Tensor
+    ) -> RecordedRun:
+        """Run the decoder over token ids ``[1, T]`` and record it.
+
+        Args:
+            replayed: results to return instead of computing attention. cache: of a text that the ids continue. more:
+                ``position_ids``, where they are not those that follow.
+        """
+        NOW.calls, NOW.outputs, NOW.replayed = [], [], replayed
+        NOW.cache = IndexedCache(config=self.config) if cache is None else cache
+        hidden = self.decoder(input_ids=ids_1T, use_cache=True, **{CACHE: NOW.cache}, **more).last_hidden_state
+        return RecordedRun(NOW.calls, NOW.outputs, hidden, NOW.cache)
+
+    def again(self, **more: Tensor) -> RecordedRun:
+        """Run over the same tokens, with the results of attention of the first run; ``more`` as in ``run``."""
+        return self.run(self.ids_1T, self.first.outputs, None, **more)
 
 
 ROUNDING = {torch.float64: 2e-5, torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -286,35 +298,33 @@ def close(a: Tensor, b: Tensor, times: float = 1.0) -> bool:
     return bool((a.float() - b.float()).abs().max() <= times * ROUNDING[b.dtype] * largest)
 
 
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of the same shape share their storage or have equal numbers."""
+    one = storage_of(a) == storage_of(b) and a.storage_offset() == b.storage_offset()
+    return a.shape == b.shape and (one or (not a.is_meta and bool(torch.equal(a, b))))
+
+
 # ---- the rotation of every layer: queries and keys of two readings that differ by it alone (see ``probe``) ----------
 
 
-def rotations_of(
-    decoder: DecoderStack, config: PreTrainedConfig, ids_1T: Tensor, first: RecordedRun, found: DecoderAttention
-) -> tuple[Rotation, ...]:
-    """The rotation of every layer with rows. ``ids_1T``: token ids ``[1, T]``.
-
-    Raises:
-        UnsupportedArchitecture: a rotation is of no known form.
-    """
-    rotaries = rotaries_of(decoder)
-    undo = Undo()
+def rotations_of(reading: Reading, found: DecoderAttention) -> tuple[Rotation, ...]:
+    """The rotation of every layer with rows. Raises UnsupportedArchitecture where one is of no known form."""
+    rotaries, first, undo = rotaries_of(reading.decoder), reading.first, Undo()
     try:
-        unrotate(undo, decoder)
-        second = run_recorded(decoder, config, ids_1T, first.outputs)
+        unrotate(undo, reading.decoder)
+        second = reading.again()
     finally:
         undo.run()
     unknown = "attention of {!r} rotates queries and keys in a way that the kit does not know"
     made: dict[int, Rotation] = {}
     for call, before, after in zip(found.calls, second.calls, first.calls, strict=True):
-        norms = _norms(decoder, call.module, before.q.shape[-1])
+        norms = _norms(reading.decoder, call.module, before.q.shape[-1])
         form = rotation_between(rotaries, (before.q, before.k), (after.q, after.k), norms)
         if form is None or made.setdefault(call.layer, form) != form:
             raise UnsupportedArchitecture(unknown.format(call.module))
     if not all(one.module for one in made.values()):
-        alike = run_recorded(
-            decoder, config, ids_1T[:, :1].expand_as(ids_1T), [torch.zeros_like(out) for out in first.outputs]
-        )
+        one = reading.ids_1T[:, :1].expand_as(reading.ids_1T)
+        alike = reading.run(one, [torch.zeros_like(out) for out in first.outputs])
         for call, seen in zip(found.calls, alike.calls, strict=True):
             if not made[call.layer].module and _turns_by_itself(seen):
                 raise UnsupportedArchitecture(unknown.format(call.module))
@@ -349,16 +359,18 @@ def rotation_between(
                     form = Rotation(path, buffer, sense < 0, None if same else tuple(order))
                     if all(close(_turned(a, rope, order), b[..., order]) for a, b in pairs):
                         return form
-                    weighted = {
-                        name: Rope(rope.inv_freq, weight_R=weight[order][: 2 * len(inv_freq)])
-                        for name, weight in norms.items()
-                    }
-                    found = [
-                        next((n for n, w in weighted.items() if close(_turned(a, w, order), b[..., order])), None)
-                        for a, b in pairs
-                    ]
+                    found = [_norm_between(a, b, norms, rope, order) for a, b in pairs]
                     if found[0] and found[1]:
                         return replace(form, norms=(found[0], found[1]))
+    return None
+
+
+def _norm_between(a: Tensor, b: Tensor, norms: Mapping[str, Tensor], rope: Rope, order: list[int]) -> str | None:
+    """Path of the norm after the rotation between queries or keys ``[B, heads, T, D]`` a and b; None if none fits."""
+    for name, weight_D in norms.items():
+        weighted = Rope(rope.inv_freq, weight_R=weight_D[order][: 2 * len(rope.inv_freq)])
+        if close(_turned(a, weighted, order), b[..., order]):
+            return name
     return None
 
 

@@ -267,8 +267,7 @@ def spec_of(config: PreTrainedConfig) -> BackboneSpec:
     for index, kind in enumerate(layer_kinds(config)):
         if kind.holds_state:
             states.append(index)
-        if kind.reads_another:
-            shared = True
+        shared |= kind.reads_another
         if not kind.has_rows:
             continue
         own, window = kind.config, kind.window
@@ -279,19 +278,16 @@ def spec_of(config: PreTrainedConfig) -> BackboneSpec:
         H = field_of(own, "num_key_value_heads", "num_kv_heads") or Q
         if config.model_type == "jetmoe":  # experts of attention, each of which has the keys again
             H = Q
-        key_size = (
-            field_of(own, "head_dim", "attention_head_dim") or field_of(own, "hidden_size", "n_embd", "d_model") // Q
-        )
-        value_size = key_size
+        hidden = field_of(own, "hidden_size", "n_embd", "d_model")
+        key_size = value_size = field_of(own, "head_dim", "attention_head_dim") or hidden // Q
         if field_of(own, "kv_lora_rank"):  # latent attention: keys of two parts, expanded for every query head
             H, value_size = Q, field_of(own, "v_head_dim") or key_size
             key_size = (field_of(own, "qk_nope_head_dim") or 0) + (field_of(own, "qk_rope_head_dim") or 0) or key_size
         layers.append(AttentionLayer(Q, H, key_size, value_size, window, kind.chunked and window is not None, index))
+    name = config.model_type
     if not layers:
-        raise UnsupportedArchitecture(
-            f"model_type={config.model_type!r} has no layer with keys and values: nothing to evict"
-        )
-    return BackboneSpec(config.model_type, tuple(layers), activation_of(config), tuple(states), shared)
+        raise UnsupportedArchitecture(f"model_type={name!r} has no layer with keys and values: nothing to evict")
+    return BackboneSpec(name, tuple(layers), activation_of(config), tuple(states), shared)
 
 
 def field_of(config: PreTrainedConfig, *names: str) -> int:
@@ -306,9 +302,7 @@ def decoder_of(model: PreTrainedModel) -> DecoderStack:
     decoder = inner.get_decoder() if hasattr(inner, "get_decoder") else inner.base_model
     if isinstance(decoder, nn.Linear):  # a head that is called decoder (ModernBERT)
         decoder = inner.base_model
-    while hasattr(decoder, "lm_head") and hasattr(
-        decoder, "model"
-    ):  # a language model with its own head inside (Llama 4)
+    while hasattr(decoder, "lm_head") and hasattr(decoder, "model"):  # with a head of its own inside (Llama 4)
         decoder = decoder.model
     return decoder._modules.get("_orig_mod", decoder)
 

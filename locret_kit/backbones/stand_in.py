@@ -141,9 +141,8 @@ class StandIn(nn.Module, Described):
         kinds = getattr(known.get(named.module), "rope_type", None)
         if named.module and {"longrope", "dynamic"} & {*(kinds.values() if isinstance(kinds, dict) else [kinds])}:
             return named
-        raise UnsupportedArchitecture(
-            f"{layer.name} rotates otherwise than transformers' frequencies of this configuration say"
-        )
+        said = "transformers' frequencies of this configuration say"
+        raise UnsupportedArchitecture(f"{layer.name} rotates otherwise than {said}")
 
 
 def _turns(a: Tensor, b: Tensor) -> bool:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -143,9 +143,8 @@ def check_dense(model: PreTrainedModel, weights: Dense) -> None:
         x = unpack(x, weights.words.form).to(weights.dtype)
     for layer, rope in zip(weights.layers, description.ropes(model, len(ids_T)), strict=True):
         normed = _normed(x, layer.norm)
-        q, k, v = (
-            product(normed).unflatten(-1, (-1, D)).transpose(0, 1) for product in (layer.query, layer.key, layer.value)
-        )
+        made = (product(normed) for product in (layer.query, layer.key, layer.value))
+        q, k, v = (x.unflatten(-1, (-1, D)).transpose(0, 1) for x in made)
         if layer.query_norm is not None and layer.key_norm is not None:
             q, k = _normed(q, layer.query_norm), _normed(k, layer.key_norm)
         cos, sin = rope.tables(torch.arange(len(ids_T), device=x.device), x.dtype)
@@ -192,12 +191,10 @@ def _layer(layer: Layer) -> DenseLayer:
     )  # fmt: skip
 
 
-def _words(module: object) -> Product:
-    if type(module) is PackedEmbedding:
-        return Product(module.weight.detach(), None, module.form)
-    if type(module) is not nn.Embedding:
+def _words(module: Any) -> Product:
+    if type(module) not in (PackedEmbedding, nn.Embedding):
         raise NotDense(f"its words are a {type(module).__name__}")
-    return Product(module.weight.detach(), None)
+    return Product(module.weight.detach(), None, getattr(module, "form", None))
 
 
 def _norm(module: object) -> Norm:
@@ -333,14 +330,11 @@ def stored_weights(name: str, names: Iterable[str]) -> Iterator[Tensor]:
     Raises:
         ValueError: a weight is missing, or a file is damaged.
     """
-    folder, where = Path(name), dict[str, Path]()
-    wanted = "*.safetensors"
+    folder, where, wanted = Path(name), dict[str, Path](), "*.safetensors"
     files = sorted(folder.glob(wanted)) if folder.exists() else pull(name, lambda all_: fnmatch.filter(all_, wanted))
     for path in files:
-        with (
-            prefixed_errors(f"{path} cannot be read{pointer_note(path)}", SafetensorError),
-            safe_open(path, framework="pt") as file,
-        ):
+        said = f"{path} cannot be read{pointer_note(path)}"
+        with prefixed_errors(said, SafetensorError), safe_open(path, framework="pt") as file:
             where |= dict.fromkeys(file.keys(), path)
     for weight in names:
         if weight not in where:
@@ -362,9 +356,7 @@ def fingerprint(weights: Iterable[Tensor], samples: int | None = None) -> str:
     digest = hashlib.sha256()
     for weight in weights:
         if weight.is_meta:
-            raise ValueError(
-                "weights that were put off their device have no fingerprint: load the model without offload"
-            )
+            raise ValueError("weights put off their device have no fingerprint: load the model without offload")
         flat = weight.detach().flatten()
         if samples is not None and len(flat) > samples:
             flat = flat[:: len(flat) // samples][:samples]
@@ -377,12 +369,9 @@ def fingerprint(weights: Iterable[Tensor], samples: int | None = None) -> str:
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
     """Hashes of the ``vocabulary`` (with the ids of a probe) and of the chat ``template``."""
     words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    probe = tokenizer(PROBE).input_ids
     template = getattr(tokenizer, "chat_template", None)
-    return {
-        "vocabulary": _short(json.dumps([words, probe])),
-        "template": None if template is None else _short(json.dumps(template)),
-    }
+    vocabulary = _short(json.dumps([words, tokenizer(PROBE).input_ids]))
+    return {"vocabulary": vocabulary, "template": None if template is None else _short(json.dumps(template))}
 
 
 def _short(text: str) -> str:

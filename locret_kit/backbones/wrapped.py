@@ -22,9 +22,8 @@ def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
     while True:
         name, library = type(inner).__name__, type(inner).__module__.partition(".")[0]
         if any(kind.__name__ in SHARDED for kind in type(inner).__mro__):
-            raise ValueError(
-                f"{name} keeps its weights in shards: pass the model before it is sharded, whole on each rank"
-            )
+            said = "keeps its weights in shards: pass the model before it is sharded, whole on each rank"
+            raise ValueError(f"{name} {said}")
         known = isinstance(inner, PreTrainedModel) or (hasattr(inner, "config") and not isinstance(inner, nn.Module))
         if known or hasattr(inner, "description"):  # a stand-in (``Described``) has one
             return cast(PreTrainedModel, inner)
@@ -49,8 +48,7 @@ def _check_adapters(model: Any) -> None:
     for name in model.active_adapters:
         config = model.peft_config[name]
         kind = str(config.peft_type).removeprefix("PeftType.")
-        beside = config.is_prompt_learning or kind == "XLORA" or getattr(config, "alora_invocation_tokens", None)
-        if beside:
+        if config.is_prompt_learning or kind == "XLORA" or getattr(config, "alora_invocation_tokens", None):
             raise ValueError(
                 f"{type(model).__name__}: adapter {name!r} ({kind}) acts outside the layers, where no bounded cache sees it: "
                 "pass the model without it, or one with LoRA"

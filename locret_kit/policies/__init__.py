@@ -118,15 +118,11 @@ class Policy:
             )
         if self.sparse is not None and self.prefill_mask is not None:
             raise ValueError(f"{said} chooses what a token attends to, and so does prefill_mask: leave one out")
-        others = {"merge": self.merge, "prefill_mask": self.prefill_mask, "sparse": self.sparse, "reread": self.reread}
-        present = [name for name, part in others.items() if part is not None]
-        if self.recall is not None and present:
-            why = (
-                "an evicted slot is merged or stored"
-                if present[0] == "merge"
-                else "both choose what a token attends to"
-            )
-            raise ValueError(f"policy={self.name!r}: recall does not go with {present[0]}, since {why}: leave one out")
+        for name in ("merge", "prefill_mask", "sparse", "reread") if self.recall is not None else ():
+            if getattr(self, name) is not None:
+                merged, chosen = "an evicted slot is merged or stored", "both choose what a token attends to"
+                why = merged if name == "merge" else chosen
+                raise ValueError(f"policy={self.name!r}: recall does not go with {name}, since {why}: leave one out")
 
     @property
     def needs_heads(self) -> bool:
@@ -194,9 +190,8 @@ class Policy:
         left = f", of which {self.selection} leaves {own}" if own < budget else ""
         for scope in self.scopes:
             if (asked := scope.reserved(own, chunk, stabilizers)) > own:
-                warnings.warn(
-                    f"{said} {scope} asks for {asked} slots{left}; the score chooses none", base.PolicyWarning, 2
-                )
+                short = f"{scope} asks for {asked} slots{left}; the score chooses none"
+                warnings.warn(f"{said} {short}", base.PolicyWarning, 2)
         for part in (self.selection, self.recall):
             if part is not None and (shortfall := part.shortfall(budget)):
                 warnings.warn(f"{said} {part} {shortfall}", base.PolicyWarning, 2)
@@ -231,9 +226,8 @@ class Policy:
                 there, shape = f"{scores_BHS.dtype} {list(scores_BHS.shape)}", list(slots.valid.shape)
                 raise ValueError(f"{said} {there}, they must be floating point {shape}")
             if wrong := int((slots.valid & ~scores_BHS.isfinite()).sum()):
-                raise ValueError(
-                    f"{said} NaN or infinite for {wrong} of {scores_BHS.numel()} slots, they must be finite"
-                )
+                there = f"{wrong} of {scores_BHS.numel()}"
+                raise ValueError(f"{said} NaN or infinite for {there} slots, they must be finite")
         return scores_BHS
 
     @property

@@ -329,40 +329,24 @@ class Recall(Part, Protocol):
     """Running statistics that ``views`` reads; see ``Score.statistics``."""
     by_query_head: ClassVar[bool] = False
     """Whether ``views`` reads statistics per query head (``Slots.group``)."""
-
-    @property
-    def size(self) -> int:
-        """Tokens per block."""
-
-    @property
-    def take(self) -> int:
-        """Number of blocks to bring back per head."""
-
-    @property
-    def representatives(self) -> int:
-        """Number of keys that represent a block, per view."""
-
-    @property
-    def apart(self) -> int:
-        """Largest number of tokens, read together, that look up blocks each alone."""
-
-    @property
-    def reading(self) -> bool:
-        """Whether blocks come back during the whole prefill, or only from the prompt's tail on."""
-
-    @property
-    def local(self) -> int | float:
-        """Newest slots, or a share of the budget, that tokens from the tail on see besides the first tokens and the
-        recalled blocks. 0 for all."""
-
-    @property
-    def far(self) -> int:
-        """RoPE distance of all slots that are further away than it; 0 uses the run's positions."""
-
-    @property
-    def across(self) -> str:
-        """Scope of the choice of blocks: per 'head', per 'layer', or for the 'model' by the maximum over the layers
-        so far."""
+    size: int
+    """Tokens per block."""
+    take: int
+    """Number of blocks to bring back per head."""
+    representatives: int
+    """Number of keys that represent a block, per view."""
+    apart: int
+    """Largest number of tokens, read together, that look up blocks each alone."""
+    reading: bool
+    """Whether blocks come back during the whole prefill, or only from the prompt's tail on."""
+    local: int | float
+    """Newest slots, or a share of the budget, that tokens from the tail on see besides the first tokens and the
+    recalled blocks. 0 for all."""
+    far: int
+    """RoPE distance of all slots that are further away than it; 0 uses the run's positions."""
+    across: str
+    """Scope of the choice of blocks: per 'head', per 'layer', or for the 'model' by the maximum over the layers
+    so far."""
 
     def at(self, budget: int) -> Recall:
         """The part with sizes for a budget of n slots per head."""

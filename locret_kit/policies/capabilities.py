@@ -99,13 +99,12 @@ CANNOT: Mapping[str, Mapping[str, str]] = {
 
 def reason(who: str, subject: Subject) -> str | None:
     """Reason why a driver or use of ``CANNOT`` cannot run a subject; None if it can."""
+    policy, description, bits = subject
     found = dict(traits(subject))
     for trait, sentence in CANNOT[who].items():
         if value := found.get(trait):
-            model = None if subject.description is None else subject.description.spec.model_type
-            return sentence.format(
-                policy=subject.policy.name, bits=subject.kv_bits, model=model, trait=trait, value=value
-            )
+            model = None if description is None else description.spec.model_type
+            return sentence.format(policy=policy.name, bits=bits, model=model, trait=trait, value=value)
     return None
 
 

@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass, replace
 from itertools import accumulate
 from math import isfinite
@@ -76,9 +77,8 @@ def _parts(items: list[str]) -> registry.Parts:
     for item in items:
         key, eq, value = item.partition("=")
         if not eq or key not in registry.KINDS:
-            raise ValueError(
-                f"policy part {item!r} is unknown.{nearest(key, registry.KINDS)} Parts: {', '.join(registry.KINDS)}."
-            )
+            known = ", ".join(registry.KINDS)
+            raise ValueError(f"policy part {item!r} is unknown.{nearest(key, registry.KINDS)} Parts: {known}.")
         if key in given:
             raise ValueError(f"policy part {key!r} is given twice: {given[key]!r} and {value!r}")
         given[key] = value
@@ -109,8 +109,7 @@ def _both(text: str, several: list[object]) -> registry.PyramidAdaptive:
 
 def _call(text: str, kind: str, known: Mapping[str, E]) -> tuple[E, dict[str, object]]:
     """The entry of a table that ``name(value, key=value)`` names, and the values."""
-    match = _CALL.match(text)
-    if not match:
+    if not (match := _CALL.match(text)):
         raise ValueError(f"{kind}={text!r} must be name or name(key=value)")
     name, inside = match.groups()
     if name not in known:
@@ -159,10 +158,8 @@ def _value(text: str, parameter: registry.Parameter, where: str) -> object:
 def _readings(text: str) -> Iterator[object]:
     """The meanings of a text, in order: an integer, a number, true, false or none, and itself."""
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             yield kind(text)
-        except ValueError:
-            continue
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         yield words[text.lower()]
@@ -182,9 +179,7 @@ def spell(part: object) -> str:
 def parts_of(policy: Policy) -> dict[str, str]:
     """The policy's parts in the grammar, in its order; absent ones are left out."""
     made = {kind: policy.scopes if kind == "scope" else (getattr(policy, kind),) for kind in registry.KINDS}
-    return {
-        kind: "+".join(map(spell, parts)) for kind, parts in made.items() if any(part is not None for part in parts)
-    }
+    return {kind: "+".join(map(spell, parts)) for kind, parts in made.items() if parts not in ((), (None,))}
 
 
 def composed_of(policy: Policy) -> str:
@@ -204,12 +199,8 @@ def describe_policies() -> list[str]:
         for name, named, policy in made:
             if policy.needs_heads == needs_heads:
                 parameters = ", ".join(f"{key}={one.default}" for key, one in named.parameters().items())
-                below = (
-                    composed_of(policy).removeprefix("-"),
-                    f"parameters: {parameters}" if parameters else "",
-                    policy.source,
-                )
-                texts.append(_entry(name, named.keeps, below))
+                said = f"parameters: {parameters}" if parameters else ""
+                texts.append(_entry(name, named.keeps, (composed_of(policy).removeprefix("-"), said, policy.source)))
     return [*texts, _entry(UNBOUNDED, "an unbounded oracle", (ORACLE, "arXiv 2505.23416"))]
 
 
@@ -217,7 +208,5 @@ def _entry(name: str, keeps: str, below: Iterable[str]) -> str:
     """A policy's entry: name and purpose, then indented lines."""
     said = wrap(f"  {name:<18} {keeps}".rstrip(), 100, subsequent_indent=" " * 21)
     for text in below:
-        said += wrap(
-            text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False
-        )
+        said += [" " * 6 + line for line in wrap(text, 94, break_long_words=False, break_on_hyphens=False)]
     return "\n".join(said)

@@ -87,13 +87,10 @@ class NamedPolicy:
         def changed(made: object) -> object:
             assert is_dataclass(made) and not isinstance(made, type)
             names = {item.name: self.names.get(item.name, item.name) for item in fields(made)}
-            return replace(
-                made, **{key: given[name] for key, name in names.items() if name is not None and name in given}
-            )
+            return replace(made, **{key: given[name] for key, name in names.items() if name and name in given})
 
-        parts = {
-            key: tuple(map(changed, one)) if isinstance(one, tuple) else changed(one) for key, one in self.parts.items()
-        }
+        given_parts = self.parts.items()
+        parts = {key: tuple(map(changed, x)) if isinstance(x, tuple) else changed(x) for key, x in given_parts}
         if base is not None:
             source = self.source.replace("{base}", base.source or base.name)
             return replace(base, source=source, **cast(Parts, parts))

@@ -179,12 +179,12 @@ def test_one_text_in_order_and_once():
         with pytest.raises(ValueError, match="position_ids=0 to 20 must be 20 to 40.*without use_cache=False"):
             model.generate(ids, **{CACHE: BoundedCache(64, "streaming")}, use_cache=False, **once)
         packed, causal = torch.arange(20).remainder(10)[None], torch.zeros(1, 1, 20, 20)
-        with pytest.raises(ValueError, match="position_ids=0 to 9 must be 0 to 19"):
-            model(input_ids=ids, position_ids=packed, **{CACHE: BoundedCache(64, "streaming")})
-        with pytest.raises(
-            ValueError, match=r"attention_mask\[0, 0, 0, 1\]=0.0: in this cache a token sees all up to it"
+        for given, said in (
+            (dict(position_ids=packed), "position_ids=0 to 9 must be 0 to 19"),
+            (dict(attention_mask=causal), r"attention_mask\[0, 0, 0, 1\]=0.0: in this cache a token sees all up to it"),
         ):
-            model(input_ids=ids, attention_mask=causal, **{CACHE: BoundedCache(64, "streaming")})
+            with pytest.raises(ValueError, match=said):
+                model(input_ids=ids, **given, **{CACHE: BoundedCache(64, "streaming")})
         with pytest.raises(ValueError, match="cannot be cropped, as assisted|Assisted decoding requires"):
             model.generate(ids, **{CACHE: BoundedCache(64, "streaming")}, prompt_lookup_num_tokens=2, max_new_tokens=3)
 

@@ -153,9 +153,8 @@ CHANGES = [
 
 def cache_of(heads=None, **settings):
     budget, policy = (200, "snapkv") if heads is None else (12, "locret")
-    return BoundedCache(
-        budget, policy, heads, chunk=4, stabilizers=2, local_len=3, prompt_length=60, decode_every=1, **settings
-    )
+    settings |= dict(chunk=4, stabilizers=2, local_len=3, prompt_length=60, decode_every=1)
+    return BoundedCache(budget, policy, heads, **settings)
 
 
 def said(model, heads=None, **settings):
@@ -214,7 +213,7 @@ def test_changes_of_an_attached_model(change):
 @pytest.mark.parametrize(
     "kind", ["LlamaMLP", "LlamaRMSNorm", "LlamaAttention", "LlamaDecoderLayer", "LlamaForCausalLM", None]
 )
-def test_forwards_that_a_program_gives_to_classes(kind, monkeypatch):
+def test_forwards_that_a_program_gives_to_classes(kind, monkeypatch, request):
     """And a hook of every module: what they make is followed."""
 
     def twice(x, *rest):
@@ -224,19 +223,15 @@ def test_forwards_that_a_program_gives_to_classes(kind, monkeypatch):
 
     model = model_of()
     before = said(model)
-    if kind is None:
-        hook = nn.modules.module.register_module_forward_hook(
-            lambda module, args, out: -out if module is model.lm_head else None
-        )
+    own = next((type(module) for module in model.modules() if type(module).__name__ == kind), None)
+    if own is None:
+        every = nn.modules.module.register_module_forward_hook
+        hook = every(lambda module, args, out: -out if module is model.lm_head else None)
+        request.addfinalizer(hook.remove)
     else:
-        own = next(type(module) for module in model.modules() if type(module).__name__ == kind)
         forward = own.forward
         monkeypatch.setattr(own, "forward", lambda self, *args, **named: twice(forward(self, *args, **named)))
-    try:
-        assert before != true(model) == said(model)
-    finally:
-        if kind is None:
-            hook.remove()
+    assert before != true(model) == said(model)
 
 
 def test_attention_that_is_chosen_anew():

@@ -274,13 +274,6 @@ def test_parts_that_do_not_belong_together_are_one_line(change, message, tmp_pat
 
 
 def test_names_of_the_hub(monkeypatch):
-    names = ["a/Tiny-Q4_K_M.gguf", "Tiny-Q8_0.gguf", "README.md"]
-    monkeypatch.setattr(gguf, "pull", lambda repo, choose, **rest: [Path(repo, name) for name in choose(names)])
-    for name, wanted in {"lab/Tiny:q4_k_m": "a/Tiny-Q4_K_M.gguf", "lab/Tiny/Tiny-Q8_0.gguf": "Tiny-Q8_0.gguf"}.items():
-        assert gguf.is_gguf(name) and gguf.pull_gguf(name) == Path("lab/Tiny", wanted)
-    with pytest.raises(ValueError, match="'lab/Tiny:Q5_0' names 0 files of lab/Tiny; of GGUF there are: a/Tiny-Q4_K_M"):
-        gguf.pull_gguf("lab/Tiny:Q5_0")
-    assert not gguf.is_gguf("lab/Tiny")
     pulled: list[str] = []
 
     def hub(*names: str) -> None:
@@ -290,6 +283,12 @@ def test_names_of_the_hub(monkeypatch):
 
         monkeypatch.setattr(gguf, "pull", pull)
 
+    hub("a/Tiny-Q4_K_M.gguf", "Tiny-Q8_0.gguf", "README.md")
+    for name, wanted in {"lab/Tiny:q4_k_m": "a/Tiny-Q4_K_M.gguf", "lab/Tiny/Tiny-Q8_0.gguf": "Tiny-Q8_0.gguf"}.items():
+        assert gguf.is_gguf(name) and gguf.pull_gguf(name) == Path("lab/Tiny", wanted)
+    with pytest.raises(ValueError, match="'lab/Tiny:Q5_0' names 0 files of lab/Tiny; of GGUF there are: a/Tiny-Q4_K_M"):
+        gguf.pull_gguf("lab/Tiny:Q5_0")
+    assert not gguf.is_gguf("lab/Tiny")
     parts = [f"Q8_0/tiny-q8_0-0000{n}-of-00003.gguf" for n in (3, 1, 2)]
     for named in ("lab/Tiny:Q8_0", f"lab/Tiny/{parts[0]}"):
         hub(*parts, "tiny-q2_k.gguf")

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import tiny_models
 import torch
 from pairwise import pairs
 from rope_oracle import frequencies, logits
@@ -14,13 +15,8 @@ from locret_kit.runtime.session import prefill
 
 ORIGINAL, CONTEXT = 64, 256
 """Tokens of the original training, and those that the scaling is for."""
-SHORT, LONG = [1.0, 1.1, 1.2, 1.3], [2.0, 3.0, 4.0, 5.0]
-LONGROPE = {
-    "rope_type": "longrope",
-    "original_max_position_embeddings": ORIGINAL,
-    "short_factor": SHORT,
-    "long_factor": LONG,
-}
+LONGROPE = tiny_models.LONGROPE["rope_parameters"]
+SHORT, LONG = LONGROPE["short_factor"], LONGROPE["long_factor"]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 SCALINGS = {
     "default": ("llama", {"rope_type": "default"}),

@@ -96,9 +96,8 @@ def test_scratch_is_planned():
     """As up is made, activation and up stand beside a dequantised matrix with its scales twice (4 bits), or beside int8
     activations and an int32 and a float16 product (8 bits); else activation, up and their product are the widest."""
     one, rows, hidden, wide = backbone("llama3.1-8b"), 256, 4096, 14336
-    plain, eight, four = (
-        p.plan_inference(one, setting_of(131072, 16384, rows, weight_bits=bits)).phases for bits in (None, 8, 4)
-    )
+    settings = (setting_of(131072, 16384, rows, weight_bits=bits) for bits in (None, 8, 4))
+    plain, eight, four = (p.plan_inference(one, setting).phases for setting in settings)
     assert four["mlp"] - plain["mlp"] == hidden * wide * (2 + 2 * 4 / 64) - rows * wide * 2
     assert eight["mlp"] - plain["mlp"] == rows * (hidden + wide * (4 + 2)) - rows * wide * 2
     assert "project" not in plain and eight["project"] < four["project"]
@@ -187,13 +186,10 @@ def test_heads_train_on_few_bits_and_rows_say_so(place, tmp_path):
         (["backbone.weight_bits=8", "trainer.strategy=deepspeed_stage_3"], "choose auto, ddp or deepspeed_stage_2"),
     ],
 )
-def test_training_refuses(settings, message):
+def test_training_and_evaluation_refuse(settings, message):
     with pytest.raises(ValueError, match=message):
         load_config(["recipe=tiny", "backbone.model=some/model", *settings])
     assert load_config(["recipe=tiny", "backbone.model=some/model"]).backbone.weight_bits is None
-
-
-def test_an_evaluation_refuses():
     with pytest.raises(ValueError, match="weight_bits=2 must be one of: 8, 4"):
         load_eval_config(["tasks=[passkey]", "out=x", "weight_bits=2"])
 

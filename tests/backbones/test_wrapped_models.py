@@ -1,6 +1,8 @@
 """Models that torch, PEFT and accelerate wrap: wherever one is taken, tokens are those of the model inside, or it is refused by
 name."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,15 +62,12 @@ def parallel(model):
     return DistributedDataParallel(model.requires_grad_(True))
 
 
-def dispatched(model):
-    return dispatch_model(model, {"": "cpu"}, force_hooks=True)
-
-
 WRAPPERS = {
     "compiled": compiled, "compiled in place": compiled_in_place, "compiled layers": compiled_layers,
     "lora": lora, "tuner": lambda model: lora(model).base_model, "DataParallel": DataParallel,
     "DistributedDataParallel": parallel, "compiled parallel lora": lambda x: compiled(DistributedDataParallel(lora(x))),
-    "dispatched": dispatched, "prepared": lambda model: Accelerator(cpu=True).prepare(model),
+    "dispatched": partial(dispatch_model, device_map={"": "cpu"}, force_hooks=True),
+    "prepared": lambda model: Accelerator(cpu=True).prepare(model),
 }  # fmt: skip
 
 
@@ -76,16 +75,13 @@ def cache() -> BoundedCache:
     return BoundedCache(200, "snapkv", chunk=16, prompt_length=60)
 
 
-def plain(model) -> list[int]:
-    return model.generate(torch.tensor([IDS]), max_new_tokens=LIMIT, do_sample=False)[0, len(IDS) :].tolist()
+def plain(model, **more) -> list[int]:
+    return model.generate(torch.tensor([IDS]), max_new_tokens=LIMIT, do_sample=False, **more)[0, len(IDS) :].tolist()
 
 
 def by_generate(wrapped, model):
     with attach(wrapped):
-        mine = cache()
-        return model.generate(torch.tensor([IDS]), max_new_tokens=LIMIT, do_sample=False, **{CACHE: mine})[
-            0, len(IDS) :
-        ].tolist()
+        return plain(model, **{CACHE: cache()})
 
 
 def by_answer(wrapped, model):
@@ -143,33 +139,18 @@ def test_documents_servers_and_training(wrap, tmp_path):
     assert said[0] == said[1]
 
 
-def prompts(model):
-    return get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+def adapted(kind, **config):
+    return lambda model: get_peft_model(model, kind(task_type="CAUSAL_LM", **config))
 
 
-def prefixes(model):
-    return get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-
-
-def invoked(model):
-    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5, 6])
-    return get_peft_model(model, config)
-
-
-def apart(model):
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-
-
-def sharded(model):
-    return fully_shard(model)
-
-
+PROMPTS, PREFIXES = (adapted(kind, num_virtual_tokens=2) for kind in (PromptTuningConfig, PrefixTuningConfig))
+INVOKED = adapted(LoraConfig, target_modules=["q_proj"], alora_invocation_tokens=[5, 6])
 REFUSED = [
-    (prompts, "PeftModelForCausalLM: adapter 'default' .PROMPT_TUNING. acts outside the layers.*: pass the model without it"),
-    (prefixes, "PeftModelForCausalLM: adapter 'default' .PREFIX_TUNING. acts outside the layers"),
-    (invoked, "PeftModelForCausalLM: adapter 'default' .LORA. acts outside the layers"),
-    (apart, "FullyShardedDataParallel keeps its weights in shards"),
-    (sharded, "FSDPLlamaForCausalLM keeps its weights in shards: pass the model before it is sharded"),
+    (PROMPTS, "PeftModelForCausalLM: adapter 'default' .PROMPT_TUNING. acts outside the layers.*: pass the model without it"),
+    (PREFIXES, "PeftModelForCausalLM: adapter 'default' .PREFIX_TUNING. acts outside the layers"),
+    (INVOKED, "PeftModelForCausalLM: adapter 'default' .LORA. acts outside the layers"),
+    (partial(FullyShardedDataParallel, device_id=torch.device("cpu")), "FullyShardedDataParallel keeps its weights in shards"),
+    (fully_shard, "FSDPLlamaForCausalLM keeps its weights in shards: pass the model before it is sharded"),
     (lambda model: [model], "list is neither a model of transformers nor a known wrapper"),
     (lambda model: pipeline("text-generation", model=model, tokenizer=tiny_tokenizer()), "Pipeline is neither a model"),
     (nn.Sequential, "Sequential is neither a model of transformers nor a known wrapper: pass the model itself"),

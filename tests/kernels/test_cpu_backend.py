@@ -77,15 +77,11 @@ def test_bfloat16_is_read_as_it_is():
     torch.testing.assert_close(out.double(), attention(q, k, v, 0.2), rtol=2**-8, atol=2**-9)
 
 
-def test_a_query_is_the_same_in_any_piece_and_by_any_threads():
+def test_a_query_is_the_same_in_any_piece_and_by_any_threads(monkeypatch):
     q, k, v = drawn(*SHAPES[0])
     out, (stats,) = attend_cpu.attend_and_count(q, k, v, 0.2, want=WANT)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        other, (same,) = attend_cpu.attend_and_count(q, k, v, 0.2, want=WANT)
-    finally:
-        torch.set_num_threads(threads)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    other, (same,) = attend_cpu.attend_and_count(q, k, v, 0.2, want=WANT)
     assert torch.equal(other, out) and all(torch.equal(getattr(same, name), getattr(stats, name)) for name in WANT)
     assert torch.equal(attend_cpu.attend_and_count(q[:, :, -7:], k, v, 0.2)[0], out[:, :, -7:])
 

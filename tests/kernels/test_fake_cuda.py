@@ -4,6 +4,7 @@ mixes devices; a step of the graph decoder is fit for a graph."""
 from unittest import mock
 
 import pytest
+import tiny_models
 import torch
 from pretended import CUDA, card, moved
 from torch.nn import functional as F
@@ -23,10 +24,7 @@ from locret_kit.runtime.session import prefill
 LENGTH, CHUNK = 57, 13
 COPIED = "a copy between host and device in start"
 TABLE = "a copy between host and device in compact_rows"
-LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
-    "short_factor": [1.0] * 32, "long_factor": [2.0] * 32,
-}  # fmt: skip
+LONGROPE = tiny_models.LONGROPE["rope_parameters"] | {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
 FAMILIES = {
     "llama": {}, "gemma3_text": dict(sliding_window=16, layer_types=["sliding_attention", "full_attention"]),
     "phi3": dict(sliding_window=None, original_max_position_embeddings=64, rope_parameters=LONGROPE),

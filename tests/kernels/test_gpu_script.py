@@ -9,11 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from scripts_loaded import load_script
-
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "scripts" / "gpu.py"
-
+from scripts_loaded import ROOT, load_script
 
 gpu = load_script("scripts/gpu.py")
 e2e = gpu.e2e
@@ -30,7 +26,18 @@ def test_it_runs_to_its_end_on_a_cpu(tmp_path):
     out = tmp_path / "rows.csv"
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--model", "tiny", "--tokens", "2048", "--out", str(out)]
+    command = [
+        sys.executable,
+        gpu.__file__,
+        "--device",
+        "cpu",
+        "--model",
+        "tiny",
+        "--tokens",
+        "2048",
+        "--out",
+        str(out),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=clean)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     rows = rows_of(out)

@@ -5,12 +5,7 @@ from unittest import mock
 import pytest
 import torch
 from interpreted import common
-from kernel_runs import (
-    DECODED,
-    LENGTH,
-    model,  # noqa: F401  (fixtures)
-    run,
-)
+from kernel_runs import DECODED, LENGTH, model, run  # noqa: F401  (fixtures)
 from tiny_heads import tiny_heads
 from tiny_models import LONGROPE, tiny_model
 

@@ -5,13 +5,12 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from interpreted import common
-from scripts_loaded import load_script
+from scripts_loaded import ROOT, load_script
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "kernels" / "benchmarks"
+BENCHMARKS = ROOT / "kernels" / "benchmarks"
 TABLE = BENCHMARKS / "compile_table.csv"
 
 
@@ -49,7 +48,7 @@ def test_compilations_within_the_table():
 def launched() -> set[str]:
     """Kernels as they stand in the files: functions for Triton that no other one calls."""
     compiled, called = set(), set()
-    for file in (BENCHMARKS.parent / "locret_kernels").rglob("*.py"):
+    for file in (ROOT / "kernels" / "locret_kernels").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(x) for x in node.decorator_list):
                 compiled.add(node.name)
@@ -82,7 +81,7 @@ def test_the_table_is_whole(version, keys):
 
 
 def test_the_pinned_triton_is_in_the_table():
-    (pinned,) = re.findall(r"^triton==([\d.]+)", (BENCHMARKS.parents[1] / "constraints.txt").read_text(), re.M)
+    (pinned,) = re.findall(r"^triton==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.M)
     assert pinned in {row.triton for row in check.read(TABLE)}
 
 

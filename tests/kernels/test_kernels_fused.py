@@ -110,10 +110,8 @@ def test_a_cpu_knows_nothing_of_it(family):
     model, ids = tiny_model(family), torch.arange(40)[None] % 90
     module = sys.modules[type(model.model.layers[0].self_attn).__module__]
     names, rotate = state(model), getattr(module, ROTATION)
-    with (
-        torch.inference_mode(),
-        mock.patch.object(common, "launch", lambda *call, **rest: pytest.fail("a kernel was launched")),
-    ):
+    launch = mock.patch.object(common, "launch", lambda *call, **rest: pytest.fail("a kernel was launched"))
+    with torch.inference_mode(), launch:
         with attach(model) as attachment:
             first = model(input_ids=ids, **{CACHE: BoundedCache(64, "streaming", backend="reference")}).logits
             attachment.detach()

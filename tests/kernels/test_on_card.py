@@ -5,9 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from scripts_loaded import load_script
-
-ROOT = Path(__file__).resolve().parents[2]
+from scripts_loaded import ROOT, load_script
 
 
 def planned(*args: str, **given: str) -> subprocess.CompletedProcess[str]:

@@ -67,11 +67,8 @@ def test_rows_are_split_by_their_number(rows, monkeypatch):
     monkeypatch.setattr(common, "programs", lambda device: 18)
     q, keys, values = random(1, 2, 64), random(900, 64, seed=1), random(900, 64, seed=2)
     lengths = torch.tensor([[rows, 3 * rows // 4]])
-    found = [
-        KERNELS["ragged_decode"](q, (keys, values), Spans(torch.tensor([[0, 100]]), lengths, longest), 0.2).out_BQD
-        for longest in (rows, 800)
-    ]
-    assert torch.equal(*found)
+    spans = (Spans(torch.tensor([[0, 100]]), lengths, longest) for longest in (rows, 800))
+    assert torch.equal(*(KERNELS["ragged_decode"](q, (keys, values), one, 0.2).out_BQD for one in spans))
 
 
 def test_lengths_of_prompts_compile_nothing_anew():

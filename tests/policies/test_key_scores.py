@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from policy_oracle import rotated, softmax
 from tiny_models import tiny_model
 
 from locret_kit.backbones.decoder_attention import Handler, Rope, Softmax, rotate
@@ -94,96 +95,46 @@ def one_shot(part, q, k, v, keep):
 # ---- the papers' formulas, one head, plain loops -------------------------------------------------------------------------
 
 
-def softmax(x):
-    e = [math.exp(a - max(x)) for a in x]
-    return [a / sum(e) for a in e]
-
-
-def dot(a, b):
-    return sum(float(x) * float(y) for x, y in zip(a, b, strict=True))
-
-
-def norm(a):
-    return math.sqrt(dot(a, a))
-
-
-def spin(x, position):
-    """RoPE of one vector, half-split."""
-    half = len(x) // 2
-    out = [0.0] * len(x)
-    for j in range(half):
-        angle = position * 10000.0 ** (-2 * j / len(x))
-        out[j] = x[j] * math.cos(angle) - x[j + half] * math.sin(angle)
-        out[j + half] = x[j + half] * math.cos(angle) + x[j] * math.sin(angle)
-    return out
-
-
 def paper_lagkv(k, v, sinks, lag):
     """Ranks in each partition that has a complete next one; what follows is kept, and so are the sinks, first of all."""
-    n, scores = len(k), [2.0] * sinks + [1.0] * (len(k) - sinks)
-    for p in range((n - sinks) // lag - 1):
-        own = range(sinks + p * lag, sinks + (p + 1) * lag)
-        summed = [0.0] * lag
+    scores = np.array([2.0] * sinks + [1.0] * (len(k) - sinks))
+    for start in range(sinks, len(k) - 2 * lag + 1, lag):
+        own, summed = slice(start, start + lag), np.zeros(lag)
         for x in (k, v):
-            deviations = []
-            for t in own:
-                relative = []
-                for d in range(len(x[0])):
-                    reference = [x[u + lag][d] for u in own]
-                    relative.append((x[t][d] - min(reference)) / (max(reference) - min(reference)))
-                mean = sum(relative) / len(relative)
-                deviations.append(math.sqrt(sum((r - mean) ** 2 for r in relative) / (len(relative) - 1)))
-            summed = [a + b for a, b in zip(summed, softmax(deviations), strict=True)]
-        for i, t in enumerate(own):
-            scores[t] = sum(other < summed[i] for other in summed) / lag
+            low, high = (edge(x[start + lag : start + 2 * lag], axis=0) for edge in (np.min, np.max))
+            summed += softmax(((x[own] - low) / (high - low)).std(1, ddof=1))
+        scores[own] = [(summed < one).sum() / lag for one in summed]
     return scores
 
 
 def paper_expected(qs, k, v, sinks, future, epsilon, value_norm, start):
     """``qs``: raw queries of each head of the group; ``k`` rotated."""
-    n, size = len(k), len(k[0])
-    turn = np.zeros((size, size))
-    for t in range(start, start + future):
-        for d in range(size):
-            turn[:, d] += np.array(spin(list(np.eye(size)[d]), t)) / future
-    received = np.zeros(n)
-    for q in qs:
-        q = np.array(q)[sinks:]
-        mean = q.mean(0)
-        covariance = sum(np.outer(row - mean, row - mean) for row in q) / len(q)
-        mean, covariance = turn @ mean, turn @ covariance @ turn.T
-        keys = k[sinks:n]
-        logits = [float(mean @ x) / math.sqrt(size) + float(x @ covariance @ x) / (2 * size) for x in keys]
-        received[sinks:] += np.array(softmax(logits)) / len(qs)
-    if value_norm:
-        received = np.array([(received[t] + epsilon) * norm(v[t]) for t in range(n)])
-    return received
+    size, keys, received = k.shape[1], k[sinks:], np.zeros(len(k))
+    turn = np.mean([[rotated(one, t, 10000.0) for one in np.eye(size)] for t in range(start, start + future)], 0).T
+    for q in qs[:, sinks:]:
+        mean, covariance = turn @ q.mean(0), turn @ np.cov(q.T, bias=True) @ turn.T
+        logits = keys @ mean / math.sqrt(size) + [x @ covariance @ x / (2 * size) for x in keys]
+        received[sinks:] += softmax(logits) / len(qs)
+    return (received + epsilon) * np.linalg.norm(v, axis=1) if value_norm else received
 
 
-def paper_compactor_attention(qs, k, v, first, last, block):
-    """Non-causal block attention times the value's norm, mean of 3; ``qs`` and ``k`` rotated."""
-    n, raw = len(k), {}
-    for start in range(first, n - last, block):
-        own = range(start, min(start + block, n - last))
-        for s in own:
-            raw[s] = 0.0
+def paper_compactor_attention(qs, k, v, edges):
+    """Non-causal attention within blocks between edges, times the value's norm, mean of 3; ``qs`` and ``k`` rotated."""
+    raw = np.zeros(len(k))
+    for own in (slice(*edge) for edge in pairwise(edges)):
         for q in qs:
-            for i in own:
-                for s, weight in zip(own, softmax([dot(q[i], k[s]) for s in own]), strict=True):
-                    raw[s] += weight / len(qs) * norm(v[s])
-    return {s: (raw.get(s - 1, 0.0) + raw[s] + raw.get(s + 1, 0.0)) / 3 for s in raw}
+            raw[own] += sum(softmax(logits) for logits in q[own] @ k[own].T) / len(qs)
+    return np.convolve(raw * np.linalg.norm(v, axis=1), np.ones(3) / 3, "same")
 
 
 def paper_leverage(k, sketch, ridge=1e-2):
-    x = np.array(k) @ np.array(sketch)
-    x = x - x.mean(0)
+    x = (k - k.mean(0)) @ sketch
     inverse = np.linalg.inv(x.T @ x + ridge * np.eye(x.shape[1]))
-    return [float(row @ inverse @ row) for row in x]
+    return [row @ inverse @ row for row in x]
 
 
 def z(values):
-    values = np.array(values)
-    return (values - values.mean()) / values.std(ddof=1)
+    return (values - np.mean(values)) / np.std(values, ddof=1)
 
 
 # ---- one eviction after the whole prompt is the published method ----------------------------------------------------------
@@ -202,8 +153,8 @@ def test_knorm_counts_the_factor_on_cos_and_sin_where_a_part_of_the_key_is_turne
 @pytest.mark.parametrize("tokens", [7, 19, 20, 41, 47])
 def test_lagkv_is_the_papers(Q, H, tokens):
     q, k, v = random_qkv(Q, H, tokens)
-    expected = [paper_lagkv(turned(k)[0, h].tolist(), v[0, h].tolist(), 4, 8) for h in range(H)]
-    torch.testing.assert_close(one_shot(LagKV(sinks=4, lag=8), q, k, v, 5)[0], torch.tensor(expected))
+    expected = [paper_lagkv(turned(k)[0, h].numpy(), v[0, h].numpy(), 4, 8) for h in range(H)]
+    np.testing.assert_allclose(one_shot(LagKV(sinks=4, lag=8), q, k, v, 5)[0], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("Q", "H"), HEADS)
@@ -213,9 +164,8 @@ def test_expected_attention_is_the_papers(Q, H, value_norm, epsilon):
     part = ExpectedAttention(sinks=3, future=11, epsilon=epsilon, value_norm=value_norm)
     mine = one_shot(part, q, k, v, 5)[0]
     for h in range(H):
-        group = q[0, h * (Q // H) : (h + 1) * (Q // H)].tolist()
-        keys = [np.array(row) for row in turned(k)[0, h].tolist()]
-        expected = paper_expected(group, keys, v[0, h].tolist(), 3, 11, epsilon, value_norm, start=29)
+        group, keys, values = q[0].unflatten(0, (H, -1))[h].numpy(), turned(k)[0, h].numpy(), v[0, h].numpy()
+        expected = paper_expected(group, keys, values, 3, 11, epsilon, value_norm, start=29)
         np.testing.assert_allclose(mine[h, 3:], expected[3:], rtol=1e-4)
         assert float(mine[h, :3].min()) > float(mine[h, 3:].max())
 
@@ -224,18 +174,16 @@ def test_expected_attention_is_the_papers(Q, H, value_norm, epsilon):
 @pytest.mark.parametrize(("tokens", "block"), [(40, 8), (41, 8), (45, 8), (30, 64)])
 def test_compactor_is_the_papers(Q, H, tokens, block):
     q, k, v = random_qkv(Q, H, tokens)
-    first, last, keep, G = 5, 3, 10, Q // H
+    first, last, keep = 5, 3, 10
     mine = one_shot(Compactor(block=block, sketch=6, first=first, last=last), q, k, v, keep)[0]
-    inside = range(first, tokens - last)
-    sketch = gaussian_sketch(H, D, 6, 0)
-    attention, leverage = [], []
-    for h in range(H):
-        group = turned(q)[0, h * G : (h + 1) * G].tolist()
-        pooled = paper_compactor_attention(group, turned(k)[0, h].tolist(), v[0, h].tolist(), first, last, block)
-        attention.append([pooled[s] for s in inside])
-        leverage.append(paper_leverage(k[0, h, first : tokens - last].tolist(), sketch[h].tolist()))
+    inside, sketch, attention, leverage = slice(first, tokens - last), gaussian_sketch(H, D, 6, 0).numpy(), [], []
+    edges = [*range(first, tokens - last, block), tokens - last]
+    for h, group in enumerate(turned(q)[0].unflatten(0, (H, -1)).numpy()):
+        pooled = paper_compactor_attention(group, turned(k)[0, h].numpy(), v[0, h].numpy(), edges)
+        attention.append(pooled[inside])
+        leverage.append(paper_leverage(k[0, h, inside].numpy(), sketch[h]))
     expected = z(attention) + (1 - keep / tokens) * z(leverage)
-    np.testing.assert_allclose(mine[:, first : tokens - last], expected, rtol=2e-4, atol=2e-5)
+    np.testing.assert_allclose(mine[:, inside], expected, rtol=2e-4, atol=2e-5)
     outside = torch.cat((mine[:, :first], mine[:, tokens - last :]), 1)
     assert float(outside.min()) > expected.max()
 
@@ -269,10 +217,8 @@ def test_expected_attention_after_evictions_uses_queries_of_all_the_text():
         layer.feed(end - layer.seen)
         held, scores = layer.cut(12)
     for h in range(2):
-        rows = held[0, h].tolist()
-        keys = [np.array(turned(k)[0, h, t].tolist()) for t in rows if t >= 2]
-        values = [v[0, h, t].tolist() for t in rows if t >= 2]
-        group = q[0, 2 * h : 2 * h + 2, 2:].tolist()
+        rows = held[0, h][held[0, h] >= 2]
+        group, keys, values = (x.numpy() for x in (q[0, 2 * h :][:2, 2:], turned(k)[0, h, rows], v[0, h, rows]))
         expected = paper_expected(group, keys, values, 0, 7, 0.0, True, start=50)
         np.testing.assert_allclose(scores[0, h][held[0, h] >= 2], expected, rtol=1e-4)
 
@@ -284,19 +230,11 @@ def test_compactor_attention_after_evictions_is_that_of_the_slots_own_block():
     for end in (20, 44):
         layer.feed(end - layer.seen)
         layer.cut(9 if end == 20 else 33)
-    raw, edges = {}, [2, 8, 14, 19, 25, 31, 37, 43]  # token 19, held back at the first eviction, opens a block
-    for a, b in pairwise(edges):
-        own = slice(a, b)
-        raw.update(zip(range(a, b), block_rows(turned(q)[0, :, own], turned(k)[0, 0, own], v[0, 0, own]), strict=True))
+    edges = [2, 8, 14, 19, 25, 31, 37, 43]  # token 19, held back at the first eviction, opens a block
+    expected = paper_compactor_attention(*(x.numpy() for x in (turned(q)[0], turned(k)[0, 0], v[0, 0])), edges)
     for position, entered in zip(layer.held[0, 0].tolist(), layer.entered[0, 0].tolist(), strict=True):
-        if position in raw:
-            expected = sum(raw.get(position + d, 0.0) for d in (-1, 0, 1)) / 3
-            assert entered == pytest.approx(expected, rel=1e-4), position
-
-
-def block_rows(q_GTD, k_TD, v_TD):
-    weights = torch.softmax(q_GTD @ k_TD.T, -1).mean(0).sum(0)
-    return (weights * v_TD.norm(dim=-1)).tolist()
+        if edges[0] <= position < edges[-1]:
+            assert entered == pytest.approx(expected[position], rel=1e-4), position
 
 
 # ---- properties ------------------------------------------------------------------------------------------------------------

@@ -188,15 +188,13 @@ def snap(**rest) -> Rule:
     return Rule(oracle.window(6), [oracle.newest(six)], **rest)
 
 
-def crushed(
-    score, protects, ratio: float = 0.25, anchor: str = "mean", bits: str = "kept", unit: int = 1, **rest
-) -> Rule:
+def crushed(score, protects, ratio: float = 0.25, *, unit: int = 1, head_keep=None, **how) -> Rule:
     """KVCrush over a base."""
-    select = oracle.representatives(ratio, anchor, bits, unit)
-    return Rule(score, protects, select=select, aside=ratio, unit=unit, **rest)
+    select = oracle.representatives(ratio, unit=unit, **how)
+    return Rule(score, protects, select=select, aside=ratio, unit=unit, head_keep=head_keep)
 
 
-HALF = [oracle.newest(half)]
+HALF, TWO, BY_NEED = [oracle.newest(half)], [oracle.newest(lambda _: 2)], oracle.adaptive(normalise=True)
 LOCRET = dict(score=oracle.entered, protects=[oracle.stabilizers])
 POLICIES: dict[str, Rule] = {
     "full": Rule(oracle.position, everything=True),
@@ -231,33 +229,25 @@ POLICIES: dict[str, Rule] = {
     "keydiff": Rule(oracle.unlike_the_mean),
     "locret": Rule(**LOCRET),
     "locret(sinks=3)": Rule(oracle.entered, [oracle.stabilizers, oracle.sinks(3)]),
-    "lookahead-locret": Rule(
-        oracle.entered_ahead(3), [oracle.stabilizers, oracle.newest(lambda layer: layer.keep // 2)]
-    ),
+    "lookahead-locret": Rule(oracle.entered_ahead(3), [oracle.stabilizers, oracle.newest(lambda x: x.keep // 2)]),
     "locret(lookahead=3)": Rule(oracle.entered_ahead(3), [oracle.stabilizers]),
     "score=cis(lookahead=9) scope=sinks(2)": Rule(oracle.entered_ahead(9), [oracle.sinks(2)]),
-    "ada-locret(lookahead=2)": Rule(
-        oracle.entered_ahead(2), [oracle.stabilizers], head_keep=oracle.adaptive(normalise=True)
-    ),
-    "ada-locret": Rule(**LOCRET, head_keep=oracle.adaptive(normalise=True)),
+    "ada-locret(lookahead=2)": Rule(oracle.entered_ahead(2), [oracle.stabilizers], head_keep=BY_NEED),
+    "ada-locret": Rule(**LOCRET, head_keep=BY_NEED),
     "pyramid-locret": Rule(**LOCRET, layer_keep=oracle.pyramid(lambda s: s.stabilizers)),
     "kvcrush(base=h2o)": crushed(oracle.accumulated, HALF),
     "kvcrush(base=h2o,anchor=zeros,bits=median)": crushed(oracle.accumulated, HALF, anchor="zeros", bits="median"),
     "kvcrush(base=scissorhands,ratio=0.75)": crushed(oracle.quantised, HALF, 0.75),
     "kvcrush(base=roco(newest=1,sinks=0))": crushed(oracle.mean, [oracle.deviating(0.5, 1, 0)]),
-    "kvcrush(base=h2o(window=2),level=chunk,ratio=0.5)": crushed(
-        oracle.accumulated, [oracle.newest(lambda _: 2)], 0.5, unit=8
-    ),
+    "kvcrush(base=h2o(window=2),level=chunk,ratio=0.5)": crushed(oracle.accumulated, TWO, 0.5, unit=8),
     "kvcrush(base=snapkv(window=6),anchor=ones)": snap(select=oracle.representatives(anchor="ones"), aside=0.25),
     "kvcrush(base=pyramidkv(window=6),anchor=alternate)": snap(
         layer_keep=oracle.pyramid(six), select=oracle.representatives(anchor="alternate"), aside=0.25
     ),
     "kvcrush(base=locret)": crushed(oracle.entered, [oracle.stabilizers]),
-    "h2o selection=kmeans(iterations=3)": Rule(
-        oracle.accumulated, HALF, select=oracle.clusters(iterations=3), aside=0.25
-    ),
+    "h2o selection=kmeans(iterations=3)": Rule(oracle.accumulated, HALF, select=oracle.clusters(0.25, 3), aside=0.25),
     "score=cis scope=stabilizers+sinks(4) allocation=adaptive(alpha=0.5) selection=representatives(ratio=0.3)": crushed(
-        oracle.entered, [oracle.stabilizers, oracle.sinks(4)], 0.3, head_keep=oracle.adaptive(normalise=True)
+        oracle.entered, [oracle.stabilizers, oracle.sinks(4)], 0.3, head_keep=BY_NEED
     ),
     "score=mas scope=window(3)+sinks(2) allocation=pyramid(beta=4)+adaptive(alpha=1) selection=sampled(ratio=0.5)": Rule(
         oracle.mean,

@@ -13,7 +13,6 @@ from policy_oracle import OracleLayer, Rule, Setting
 from slot_layers import SELECTIONS, layers_of_slots, slots_of
 
 from locret_kit.policies import WHOLE, rounded, rounded_on_device
-from locret_kit.policies.base import Slots, rank_of
 from locret_kit.policies.grammar import composed_of, describe_policies, parse_policy
 from locret_kit.policies.methods.locret import Cis
 from locret_kit.policies.methods.nacl import Sampled
@@ -163,21 +162,11 @@ def test_selections_fill_every_budget(case, selection):
     assert not (protected & ~stay & fits).any()
 
 
-def bare_slots(scores_HS: torch.Tensor, positions_HS: torch.Tensor, keep: int, seed: int = 0) -> Slots:
-    H, S = scores_HS.shape
-    return Slots(
-        layer=0, layers=1, keep=keep, stabilizers=0, chunk=8, since_eviction=8, seen=1000, positions=positions_HS.int()[None],
-        valid=torch.ones(1, H, S, dtype=torch.bool), entry_scores=scores_HS[None], stats={}, seed=seed,
-        query_head_votes=lambda valid, budgets: (rank_of(scores_HS[None], ~valid, valid) < budgets[..., None])[:, :, None],
-        keys=lambda: torch.randn(1, H, S, 3, generator=torch.Generator().manual_seed(seed)),
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("distribution", ["softmax", "uniform"])
 def test_sampled_part_follows_its_distribution(distribution):
     """One draw a head: over 4,000 heads each slot is drawn as often as its probability says, within four deviations."""
     H, score_S = 4000, torch.tensor([0.0, 1.0, 2.0, 0.5, 1.5])
-    slots = bare_slots(score_S.expand(H, 5), torch.arange(5).expand(H, 5), keep=1)
+    slots = slots_of(score_S.expand(1, H, 5), torch.ones(1, H, 5, dtype=torch.bool))
     one = torch.ones(1, H, dtype=torch.int64)
     counts = Sampled(1.0, distribution).select(slots.entry_scores, ~slots.valid, slots.valid, one, slots)[0].sum(0)
     p = score_S.softmax(-1) if distribution == "softmax" else torch.full((5,), 0.2)
@@ -187,12 +176,12 @@ def test_sampled_part_follows_its_distribution(distribution):
 
 def test_one_draw_for_all_heads_is_one_choice():
     """Heads differ by their scores and draw alike where a draw is shared; layers too where that is for all."""
-    scores = torch.rand(4, 60, generator=torch.Generator().manual_seed(0))
-    slots = bare_slots(scores, torch.arange(60).expand(4, 60), keep=20)
+    scores = torch.rand(1, 4, 60, generator=torch.Generator().manual_seed(0))
     twenty, none = torch.full((1, 4), 20), torch.zeros(1, 4, 60, dtype=torch.bool)
+    slots = slots_of(scores, ~none)
 
     def draw(per: str, layer: int) -> torch.Tensor:
-        return Sampled(1.0, per=per).select(scores[None], none, ~none, twenty, replace(slots, layer=layer))[0]
+        return Sampled(1.0, per=per).select(scores, none, ~none, twenty, replace(slots, layer=layer))[0]
 
     assert len(draw("head", 0).unique(dim=0)) == 4
     assert len(draw("layer", 0).unique(dim=0)) == len(draw("all", 0).unique(dim=0)) == 1

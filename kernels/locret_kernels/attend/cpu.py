@@ -56,10 +56,8 @@ def attend_and_count(
     out_BTQD = new(B, T, Q, D)
     sets, kinds = (1 + by_head * (Q // H)) * bool(want), sorted(want)
     stats = new(sets, len(kinds), B, H, S)
-    given = {"q": q_BQTD, "k": k_BHSD, "v": v_BHSD}
-    strides = {
-        f"{name}_{axis}": x.stride(i) for name, x in given.items() for i, axis in enumerate(("text", "head", "row"))
-    }
+    given, axes = {"q": q_BQTD, "k": k_BHSD, "v": v_BHSD}, ("text", "head", "row")
+    strides = {f"{name}_{axis}": x.stride(i) for name, x in given.items() for i, axis in enumerate(axes)}
     tables = dict.fromkeys(("cos", "sin", "q_cos", "q_sin"))
     if rotation is not None:
         tables = {name[:-3]: x.float().contiguous() for name, x in rotation._asdict().items()}

@@ -153,6 +153,5 @@ def check_queries(q_BQTD: Tensor, k_BHSD: Tensor) -> None:
     """Raise ValueError unless there are queries and each has its own row among the last rows of the keys."""
     T, S = q_BQTD.shape[2], k_BHSD.shape[2]
     if not 1 <= T <= S:
-        raise ValueError(
-            f"q: {T} queries must be at least 1 and at most the {S} rows of k, of which the last are their own"
-        )
+        most = f"at most the {S} rows of k, of which the last are their own"
+        raise ValueError(f"q: {T} queries must be at least 1 and {most}")

@@ -166,10 +166,8 @@ class Bf16Copies:
 
     def _holds(self, weight: Tensor, half: Tensor) -> bool:
         """Whether the copy in bfloat16 has the same numbers, for weights of any shape."""
-        same = np.zeros(1, np.int64)
-        self._library.locret_holds(
-            weight.data_ptr(), half.data_ptr(), weight.numel(), same.ctypes.data, torch.get_num_threads()
-        )
+        same, places = np.zeros(1, np.int64), (weight.data_ptr(), half.data_ptr())
+        self._library.locret_holds(*places, weight.numel(), same.ctypes.data, torch.get_num_threads())
         return bool(same[0])
 
 

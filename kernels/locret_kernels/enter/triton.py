@@ -147,9 +147,8 @@ def enter_rows(
         strides = given.stride()
     coded = 0 if rows.levels is None else D // rows.levels.key_step_NC.shape[1]
     if coded and (coded & (coded - 1) or coded * rows.levels.value_step_NC.shape[1] != V):
-        raise ValueError(
-            f"{coded} channels that share a step must be a power of two, for keys and values (backend='triton')"
-        )
+        which = "a power of two, for keys and values (backend='triton')"
+        raise ValueError(f"{coded} channels that share a step must be {which}")
     levels = rows.levels or (k_HTD,) * 4
     block_t, block_h, each = 1 if T <= FEW else 16, max(16, triton.next_power_of_2(H)), _form(at, 2) == EACH.value
     block_r = triton.next_power_of_2(R) if form == ALONE.value else max(64, min(256, 8192 // block_h))

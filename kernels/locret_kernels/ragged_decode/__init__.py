@@ -220,9 +220,8 @@ def _read(rows: Rows, p: int, row_S: Tensor, there_S: Tensor) -> tuple[Tensor, T
     packed_S1 = (there_S & (rank_S < first_of_tail))[:, None]
     group_S = rows.group_N[row_S].long().where(packed_S1[:, 0], 0)
     k = decode(unpack(keys, rows.bits), *(x[p, group_S] for x in (rows.key_step_PMD, rows.key_zero_PMD)))
-    v = row_numbers(unpack(values, rows.bits), rows.value_step_NC[row_S], rows.value_zero_NC[row_S]) @ hadamard(
-        D, row_S.device
-    )
+    v = row_numbers(unpack(values, rows.bits), *(x[row_S] for x in (rows.value_step_NC, rows.value_zero_NC)))
+    v = v @ hadamard(D, row_S.device)
     newest_S = (rank_S - first_of_tail).clamp(0, rows.tail_keys_PRD.shape[1] - 1)
     k = torch.where(packed_S1, k, rows.tail_keys_PRD[p, newest_S])
     return k, torch.where(packed_S1, v, rows.tail_values_PRD[p, newest_S])

@@ -249,10 +249,8 @@ def _full(q_BQD: Tensor, rows: tuple[Tensor, ...], spans: Spans) -> tuple[Tensor
         raise ValueError(f"q {tuple(q_BQD.shape)}, {shapes} do not belong together")
     if not (torch.uint8 if levels else q_BQD.dtype) == keys_ND.dtype == values_ND.dtype:
         raise ValueError("q, keys and values must be of one type, or keys and values torch.uint8 with their steps")
-    if any(
-        x.dtype != torch.float16 or x.shape != levels[0].shape or D % x.shape[1] or not x.is_contiguous()
-        for x in levels
-    ):
+    form = (torch.float16, levels[0].shape, True) if levels else None
+    if levels and ({(x.dtype, x.shape, x.is_contiguous()) for x in levels} != {form} or D % levels[0].shape[1]):
         raise ValueError(f"steps {tuple(levels[0].shape)} must be float16, as many of keys as of values")
     none = q_BQD  # stands in for what the kernel does not read
     return keys_ND, values_ND, none, *(levels or [none] * 4), none, none, none

@@ -64,9 +64,7 @@ def check_units(q_BQTD: Tensor, k_BHSD: Tensor, seen_BQNU: Tensor, queries: int,
     """Raise ValueError unless the blocks are those of the queries, and the units those of the rows."""
     if queries < 1 or unit < 1:
         raise ValueError(f"blocks: queries={queries} and unit={unit} must be at least 1")
-    (B, Q, T), S = q_BQTD.shape[:3], k_BHSD.shape[2]
-    wanted = (B, Q, -(-T // queries), -(-S // unit))
-    if tuple(seen_BQNU.shape) != wanted:
-        raise ValueError(
-            f"blocks: seen {list(seen_BQNU.shape)} must be {list(wanted)}: {T} queries by {queries}, {S} rows by {unit}"
-        )
+    (B, Q, T), S, seen = q_BQTD.shape[:3], k_BHSD.shape[2], list(seen_BQNU.shape)
+    wanted = [B, Q, -(-T // queries), -(-S // unit)]
+    if seen != wanted:
+        raise ValueError(f"blocks: seen {seen} must be {wanted}: {T} queries by {queries}, {S} rows by {unit}")

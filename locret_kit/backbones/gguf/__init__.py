@@ -90,8 +90,6 @@ def _choose(name: str, match: re.Match[str], names: list[str]) -> list[str]:
         there = ", ".join(files[:8]) + " and more" * (len(files) > 8) or "none"
         raise ValueError(f"model={name!r} names {len(chosen)} files of {match['repo']}; of GGUF there are: {there}")
     parts = part_names(chosen[0])
-    if missing := [file for file in parts if file not in files]:
-        raise ValueError(
-            f"model={name!r} is in {len(parts)} parts, of which {match['repo']} lacks {', '.join(missing[:3])}"
-        )
+    if missing := ", ".join([file for file in parts if file not in files][:3]):
+        raise ValueError(f"model={name!r} is in {len(parts)} parts, of which {match['repo']} lacks {missing}")
     return parts

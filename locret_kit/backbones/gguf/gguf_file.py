@@ -214,9 +214,8 @@ def open_gguf(path: Path) -> GgufFile:
         ValueError: no GGUF file, damaged, cut off, or unsupported types; a part is missing or belongs to another
             model. One line.
     """
-    parts = max(
-        map(_beside, (path, path.resolve())), key=lambda some: (all(part.is_file() for part in some), len(some))
-    )
+    named, linked = _beside(path), _beside(path.resolve())
+    parts = max(named, linked, key=lambda some: (all(part.is_file() for part in some), len(some)))
     states = [part.stat() if part.is_file() else None for part in parts]
     return _opened(path, tuple(parts), tuple(state and (state.st_size, state.st_mtime_ns) for state in states))
 
@@ -235,26 +234,22 @@ def _opened(path: Path, parts: tuple[Path, ...], states: tuple[tuple[int, int] |
         if len(parts) != count:
             raise ValueError(f"{path} is one of {count!r:.60} parts: it must be named so, NAME-00001-of-00002.gguf")
         if missing := [part.name for part, state in zip(parts, states, strict=True) if state is None]:
-            raise ValueError(
-                f"{path.name} is one of {count} parts, and beside it these are missing: {', '.join(missing[:3])}"
-            )
+            some = ", ".join(missing[:3])
+            raise ValueError(f"{path.name} is one of {count} parts, and beside it these are missing: {some}")
         first, _ = _read_head(parts[0])
         for number, part in enumerate(parts):
             fields, more = _read_head(part)
             for name, value in {**first, "split.no": number, "split.count": count}.items():
                 usual = None if name.startswith("split.") else value
                 if isinstance(value, int | str) and fields.get(name, usual) != value:
-                    raise ValueError(
-                        f"{part} is a part of another model: {name}={fields.get(name)!r:.60} must be {value!r:.60}"
-                    )
+                    there = f"{name}={fields.get(name)!r:.60} must be {value!r:.60}"
+                    raise ValueError(f"{part} is a part of another model: {there}")
             if twice := tensors.keys() & more.keys():
                 raise ValueError(f"{part}: {min(twice)} is in another part, too")
             tensors |= more
         path = parts[0]
-        if first.get("split.tensors.count", len(tensors)) != len(tensors):
-            raise ValueError(
-                f"{path}: its parts hold {len(tensors)} tensors, split.tensors.count={first['split.tensors.count']}"
-            )
+        if (said := first.get("split.tensors.count", len(tensors))) != len(tensors):
+            raise ValueError(f"{path}: its parts hold {len(tensors)} tensors, split.tensors.count={said}")
     if not any(name.startswith("blk.") for name in tensors):
         raise ValueError(f"{path} holds no layers of a model")
     return GgufFile(path, first, tensors)

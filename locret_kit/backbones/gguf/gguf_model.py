@@ -67,12 +67,11 @@ class PackedLinear(nn.Module):
         weight: ``[N, row_bytes]`` (uint8). form: one of ``FORMATS``. bias: ``[N]``.
     """
 
-    def __init__(self, weight: Tensor, form: str, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, form: str, bias: nn.Parameter | None = None) -> None:
         """Take a packed matrix [N, row_bytes] and a bias [N]; neither is trained."""
         super().__init__()
-        self.form = form
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.form, self.bias = form, bias
 
     def forward(self, x: Tensor) -> Tensor:
         """The product ``[..., N]`` of inputs ``[..., K]`` with the packed matrix."""
@@ -167,12 +166,14 @@ def model_of(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> Pr
             scale = float(dict(module.named_buffers()).get("embed_scale", 1.0))
             model.set_submodule(path, PackedEmbedding(data, place.form, dtype, scale))
         elif isinstance(module, nn.Linear):
-            packed = PackedLinear(data, place.form)
-            packed.bias = module.bias
-            model.set_submodule(path, packed)
+            model.set_submodule(path, PackedLinear(data, place.form, module.bias))
         else:
             raise ValueError(f"{name} is of type {place.form}, which a {type(module).__name__} cannot have")
-    _tie(model, config)
+    if config.tie_word_embeddings:  # the embedding table is the last layer, too
+        words = model.get_input_embeddings()
+        if isinstance(words, PackedEmbedding):
+            model.lm_head = PackedLinear(words.weight.data, words.form)
+        model.lm_head.weight = words.weight
     if absent := [name for name, weight in model.named_parameters() if weight.is_meta]:
         raise ValueError(f"weights are missing: {', '.join(absent[:3])}" + " and more" * (len(absent) > 3))
     return model
@@ -221,12 +222,3 @@ def _place(architecture: str, name: str) -> tuple[str, str]:
         raise ValueError(f"{name} is unknown for {architecture}")
     layer = "" if match["layer"] is None else f"model.layers.{match['layer']}."
     return layer + names[match["name"]], match["kind"]
-
-
-def _tie(model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Use the embedding table as the last layer if the file has no matrix for it."""
-    if config.tie_word_embeddings:
-        words = model.get_input_embeddings()
-        if isinstance(words, PackedEmbedding):
-            model.lm_head = PackedLinear(words.weight.data, words.form)
-        model.lm_head.weight = words.weight

@@ -109,23 +109,20 @@ class Compactor(Score):
 
     def _settle(self, slots: Slots) -> None:
         """Write the pooled attention of every token but the newest ``last`` into the slots that hold it."""
-        memory = slots.state
-        waiting = memory["norm"].shape[2]
+        memory, waiting = slots.state, slots.state["norm"].shape[2]
         if waiting > self.last:
             self._close(memory, waiting - self.last, slots.rope)
             waiting = self.last
         if "attention" not in memory:
             return
-        attention_BHN = memory["attention"]
-        N = attention_BHN.shape[2]
+        attention_BHN, N = memory["attention"], memory["attention"].shape[2]
         start = slots.seen - waiting - N
         pooled_BHN = F.avg_pool1d(attention_BHN, 3, stride=1, padding=1).float()
         index_BHS = slots.positions.long() - start
         # The first of the two values kept below has lost its left neighbour; its slot holds the right mean already.
         known_BHS = slots.valid & (index_BHS >= int(start > self.first)) & (index_BHS < N)
-        slots.entry_scores.copy_(
-            torch.where(known_BHS, pooled_BHN.gather(2, index_BHS.clamp(0, N - 1)), slots.entry_scores)
-        )
+        own_BHS = pooled_BHN.gather(2, index_BHS.clamp(0, N - 1))
+        slots.entry_scores.copy_(torch.where(known_BHS, own_BHS, slots.entry_scores))
         memory["attention"] = attention_BHN[..., -2:].clone()
 
 

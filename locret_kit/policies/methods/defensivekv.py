@@ -40,9 +40,8 @@ class Defensive(Weight):
             if not before:
                 return p_BHGWS.amax((2, 3)).float()
             p_BHGWN = p_BHGWS[..., :before]
-            pooled_BHGWN = F.avg_pool1d(
-                p_BHGWN.flatten(0, 3)[:, None], self.kernel, stride=1, padding=self.kernel // 2
-            ).view_as(p_BHGWN)
+            pooled = F.avg_pool1d(p_BHGWN.flatten(0, 3)[:, None], self.kernel, stride=1, padding=self.kernel // 2)
+            pooled_BHGWN = pooled.view_as(p_BHGWN)
             sums = [x.sum(-1, keepdim=True) for x in (p_BHGWN, pooled_BHGWN)]
             most_BHN = (pooled_BHGWN * (sums[0] / sums[1])).amax((2, 3))
             return F.pad(most_BHN.maximum(most_BHN.mean(-1, keepdim=True)), (0, S - before)).float()

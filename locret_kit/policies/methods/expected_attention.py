@@ -23,16 +23,12 @@ def add_moments(memory: MutableMapping[str, Tensor], q_BQTD: Tensor) -> None:
     centred_BQTD = q_BQTD - mean_BQD[:, :, None]
     scatter_BQDD = centred_BQTD.mT @ centred_BQTD
     before_B = memory.get("count", q_BQTD.new_zeros(B))
-    shift_BQD = mean_BQD - memory.get("mean", torch.zeros_like(mean_BQD))
-    share_B11 = (T / (before_B + T))[:, None, None]
+    known_BQD = memory.get("mean", torch.zeros_like(mean_BQD))
+    known_BQDD = memory.get("scatter", torch.zeros_like(scatter_BQDD))
+    shift_BQD, share_B11 = mean_BQD - known_BQD, (T / (before_B + T))[:, None, None]
     outer_BQDD = shift_BQD[..., :, None] * shift_BQD[..., None, :]
-    memory["scatter"] = (
-        memory.get("scatter", torch.zeros_like(scatter_BQDD))
-        + scatter_BQDD
-        + outer_BQDD * (before_B[:, None, None] * share_B11)[..., None]
-    )
-    memory["mean"] = memory.get("mean", torch.zeros_like(mean_BQD)) + shift_BQD * share_B11
-    memory["count"] = before_B + T
+    memory["scatter"] = known_BQDD + scatter_BQDD + outer_BQDD * (before_B[:, None, None] * share_B11)[..., None]
+    memory["mean"], memory["count"] = known_BQD + shift_BQD * share_B11, before_B + T
 
 
 def expected_attention(
@@ -79,13 +75,8 @@ class ExpectedAttention(Score):
         tables = slots.rope.of_queries.tables(ahead_BHN.flatten(), mean_BHGD.dtype)
         cos_BH1R, sin_BH1R = (x.view(B, H, self.future, -1).mean(2, keepdim=True) for x in tables)
         turn = cos_BH1R[:, :, None], sin_BH1R[:, :, None]
-        score_BHS = expected_attention(
-            rotate(mean_BHGD, cos_BH1R, sin_BH1R),
-            rotate(rotate(covariance_BHGDD, *turn).mT, *turn),
-            slots.keys(),
-            among_BHS,
-            slots.softmax.scaling,
-        )
+        moments = rotate(mean_BHGD, cos_BH1R, sin_BH1R), rotate(rotate(covariance_BHGDD, *turn).mT, *turn)
+        score_BHS = expected_attention(*moments, slots.keys(), among_BHS, slots.softmax.scaling)
         if self.value_norm:
             score_BHS = (score_BHS + self.epsilon) * wide(slots.values()).norm(dim=-1)
         return torch.where(among_BHS, score_BHS, score_BHS.max() + 1).float()

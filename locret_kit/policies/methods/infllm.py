@@ -38,10 +38,10 @@ class Infllm(Recall):
     """Distance (tokens) at which all slots stand that are further away: the local window."""
     statistics: ClassVar[frozenset[str]] = frozenset({"sum"})
     by_query_head: ClassVar[bool] = True
-    apart: ClassVar[int] = 0
-    reading: ClassVar[bool] = True
-    local: ClassVar[int] = 0
-    across: ClassVar[str] = "layer"
+    apart = 0
+    reading = True
+    local = 0
+    across = "layer"
 
     def shortfall(self, budget: int) -> str:
         return f"places {self.far} slots as in the text" if budget < self.far else ""

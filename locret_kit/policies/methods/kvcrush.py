@@ -4,6 +4,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..base import Positive, Ratio, Selection, Slots, best_of, share_of, wide
 from ..registry import part, register
@@ -81,9 +82,8 @@ class Representatives(Selection):
         chosen_BHS = best_BHS.clone()
         for b, groups in enumerate((wanted_BH // unit).amax(-1).tolist()):
             if groups:
-                chosen_BHS[b] |= self._representatives(
-                    position_BHS[b], bits_BHGS[b], valid_BHS[b], free_BHS[b], wanted_BH[b] // unit, groups, slots
-                )
+                own = (x[b] for x in (position_BHS, bits_BHGS, valid_BHS, free_BHS, wanted_BH // unit))
+                chosen_BHS[b] |= self._representatives(slots, groups, *own)
         return best_of(scores_BHS, chosen_BHS, valid_BHS, budgets_BH, slots.backend)
 
     def _bits(self, scores_BHS: Tensor, valid_BHS: Tensor, own_BH: Tensor, slots: Slots) -> Tensor:
@@ -95,15 +95,9 @@ class Representatives(Selection):
         return ((scores_BHS > median_BH1) & valid_BHS)[:, :, None]
 
     def _representatives(
-        self,
-        position_HS: Tensor,
-        bits_HGS: Tensor,
-        valid_HS: Tensor,
-        free_HS: Tensor,
+        self, slots: Slots, max_units: int, position_HS: Tensor, bits_HGS: Tensor, valid_HS: Tensor, free_HS: Tensor,
         wanted_H: Tensor,
-        max_units: int,
-        slots: Slots,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Boolean ``[H, S]``: the slots of the ``wanted`` units, at most ``max_units``, that represent a head's
         evicted slots."""
         unit, (H, G, S) = LEVELS[self.level], bits_HGS.shape
@@ -121,8 +115,8 @@ class Representatives(Selection):
         x_UX, a_HX = bits_UX.float(), anchor_HX.float()
         distance_HU = x_UX.sum(-1) + a_HX.sum(-1, keepdim=True) - 2 * a_HX @ x_UX.T
         order_HU = distance_HU.masked_fill(~free_HU, float("inf")).argsort(dim=-1, stable=True)
-        count_H1, groups_H1 = free_HU.sum(-1, keepdim=True), wanted_H[:, None]
-        groups_H1 = groups_H1.minimum(count_H1)
+        count_H1 = free_HU.sum(-1, keepdim=True)
+        groups_H1 = wanted_H[:, None].minimum(count_H1)
         edges_HJ = torch.arange(max_units + 1, device=count_H1.device) * count_H1 // groups_H1.clamp(min=1)
         place_HJ = _places(self.pick, edges_HJ, slots)
         there_HJ = torch.arange(max_units, device=count_H1.device) < groups_H1
@@ -191,13 +185,9 @@ class KMeans(Selection):
 
 def _sum_over_units(scores_BHS: Tensor, unit_BHS: Tensor, valid_BHS: Tensor) -> Tensor:
     """Each slot's score replaced by the sum over the slots that its head holds of its unit. Units ascend along a head."""
-    S = scores_BHS.shape[-1]
-    new_BHS = torch.ones_like(unit_BHS)
-    new_BHS[..., 1:] = unit_BHS.diff(dim=-1) != 0
-    run_BHS = new_BHS.cumsum(-1) - 1
-    total_BHS = scores_BHS.new_zeros(*scores_BHS.shape[:2], S)
-    total_BHS.scatter_add_(-1, run_BHS, scores_BHS.masked_fill(~valid_BHS, 0))
-    return total_BHS.gather(-1, run_BHS)
+    run_BHS = F.pad((unit_BHS.diff(dim=-1) != 0).cumsum(-1), (1, 0))
+    held_BHS = scores_BHS.masked_fill(~valid_BHS, 0)
+    return torch.zeros_like(scores_BHS).scatter_add_(-1, run_BHS, held_BHS).gather(-1, run_BHS)
 
 
 register(

@@ -71,10 +71,8 @@ class LagKV(Score):
 
         present_BHPL = partitions(inside_BHW[..., None].float())[..., 0] > 0
         rank = lag_rank(partitions(slots.keys()[:, :, new]), partitions(slots.values()[:, :, new]), present_BHPL)
-        rank_BHC = F.pad(rank.flatten(2), (0, self.lag + 1))
-        slots.entry_scores[..., new] = torch.where(
-            waiting_BHS[..., new], rank_BHC.gather(2, cell_BHW), slots.entry_scores[..., new]
-        )
+        rank_BHW = F.pad(rank.flatten(2), (0, self.lag + 1)).gather(2, cell_BHW)
+        slots.entry_scores[..., new] = rank_BHW.where(waiting_BHS[..., new], slots.entry_scores[..., new])
         return slots.entry_scores
 
 

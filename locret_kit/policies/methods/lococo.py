@@ -72,11 +72,10 @@ class SlotConvolution(nn.Module):
 
     def __init__(self, config: PoolConfig) -> None:
         super().__init__()
-        self.conv = nn.Conv1d(
-            2 * config.head_dim, config.slots, config.kernel, padding=config.kernel // 2, dtype=torch.float32
-        )
-        self.gate = nn.Parameter(torch.tensor(0.0, dtype=torch.float32))  # a half, as published
-        self.norm = nn.LayerNorm(2 * config.head_dim, dtype=torch.float32) if config.norm else None
+        C, K, exact = 2 * config.head_dim, config.kernel, torch.float32
+        self.conv = nn.Conv1d(C, config.slots, K, padding=K // 2, dtype=exact)
+        self.gate = nn.Parameter(torch.tensor(0.0, dtype=exact))  # a half, as published
+        self.norm = nn.LayerNorm(C, dtype=exact) if config.norm else None
 
     def forward(self, x_LC: Tensor, pool_R: Tensor) -> Tensor:
         """Convex weights ``[R, L]`` of ``L`` slots ``[k; v]``; ``pool_R`` (int64, ascending) are the pool's among them, at most

@@ -56,27 +56,18 @@ def read_patterns(path: str) -> Patterns:
         raise ValueError(f"patterns={path!r}: {error.strerror}") from error
     if not isinstance(layers, list) or not all(isinstance(one, dict) for one in layers):
         raise ValueError(f"patterns={path!r} must hold a list with an object per layer")
-    return [
-        {_number(path, layer, head): _pattern(path, layer, head, given) for head, given in one.items()}
-        for layer, one in enumerate(layers)
-    ]
+    return [dict(_read(f"patterns={path!r}, layer {n}", *item) for item in one.items()) for n, one in enumerate(layers)]
 
 
-def _number(path: str, layer: int, head: str) -> int:
+def _read(where: str, head: str, given: object) -> tuple[int, Pattern]:
+    """Number and pattern of a head."""
     if not head.isascii() or not head.isdigit():
-        raise ValueError(f"patterns={path!r}, layer {layer}: head {head!r} must be a number")
-    return int(head)
-
-
-def _pattern(path: str, layer: int, head: str, given: object) -> Pattern:
-    known = ", ".join(KINDS)
+        raise ValueError(f"{where}: head {head!r} must be a number")
     match given:
         case [str(kind), int(vertical), int(slash), *_] if kind in KINDS and vertical >= 0 and slash >= 0:
-            return Pattern(kind, vertical, slash)
-    raise ValueError(
-        f"patterns={path!r}, layer {layer}, head {head}: {given!r} must be "
-        f"[PATTERN, VERTICAL, SLASH, SCORE], with one of: {known}"
-    )
+            return int(head), Pattern(kind, vertical, slash)
+    form = f"[PATTERN, VERTICAL, SLASH, SCORE], with one of: {', '.join(KINDS)}"
+    raise ValueError(f"{where}, head {head}: {given!r} must be {form}")
 
 
 def newest_weights(q_BQTD: Tensor, k_BHSD: Tensor, scaling: float, newest: int) -> Tensor:
@@ -163,15 +154,12 @@ class VerticalSlash(Sparse):
 
     def bind(self, spec: BackboneSpec) -> None:
         """Read the patterns. Raise ValueError for no such file, or patterns of a backbone with other layers or fewer heads."""
-        if self.patterns is None:
-            return
-        if len(self._patterns) != spec.n_layers:
-            raise ValueError(
-                f"patterns={self.patterns!r} has {len(self._patterns)} layers, and the backbone {spec.n_layers}"
-            )
+        said, layers = f"patterns={self.patterns!r}", len(self._patterns)
+        if self.patterns is not None and layers != spec.n_layers:
+            raise ValueError(f"{said} has {layers} layers, and the backbone {spec.n_layers}")
         max_head = max((head for one in self._patterns for head in one), default=0)
         if max_head >= spec.n_heads:
-            raise ValueError(f"patterns={self.patterns!r} names head {max_head}, and the backbone has {spec.n_heads}")
+            raise ValueError(f"{said} names head {max_head}, and the backbone has {spec.n_heads}")
 
     def of_heads(self, layer: int, heads: slice) -> list[Pattern]:
         """The patterns of some query heads of a layer."""
