@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ..engine import BoundedCache
 from ..validation import build
-from .pages import EnginePages
-from .ranks import Ranks
+from .pages import EnginePages, Ranks
 from .refusals import refuse_engine
 from .server_settings import ServerSettings, VllmSettings
 
@@ -127,10 +126,14 @@ def server_of(vllm_config: VllmConfig) -> ServerSettings:
 
 def begin(vllm_config: VllmConfig, device: torch.device) -> Worker:
     """Make the worker of this process. Raises ValueError: an engine that does not go with a bounded cache."""
+    from vllm import distributed as among
+
     server, model = server_of(vllm_config), vllm_config.model_config
     refuse_engine(vllm_config, server.section.documents)
     State.server, State.section = server, section_of(vllm_config)
-    State.worker = Worker.of(server, model, device, _ranks())
+    rank, size = among.get_tensor_model_parallel_rank(), among.get_tensor_model_parallel_world_size()
+    ranks = Ranks(rank, size, among.tensor_model_parallel_all_reduce)
+    State.worker = Worker.of(server, model, device, ranks)
     State.worker.unmeasured = vllm_config
     if model.is_hybrid:  # vLLM makes states as large as so many of our pages
         vllm_config.cache_config.block_size, State.worker.pages.mixed = 1, True
@@ -152,10 +155,3 @@ def is_bounded() -> bool:
 
     config = get_current_vllm_config_or_none()
     return config is not None and State.section is not None and section_of(config) is State.section
-
-
-def _ranks() -> Ranks:
-    from vllm import distributed as among
-
-    rank, size = among.get_tensor_model_parallel_rank(), among.get_tensor_model_parallel_world_size()
-    return Ranks(rank, size, among.tensor_model_parallel_all_reduce)

@@ -9,7 +9,7 @@ import torch
 from locret_kit.backbones.spec import spec_of
 from locret_kit.backbones.stand_in import config_of_rank
 from locret_kit.engine import RetainingHeads
-from locret_kit.vllm.ranks import Ranks
+from locret_kit.vllm.pages import Ranks
 
 
 def test_a_head_that_is_split_gives_the_scores_of_the_whole(tmp_path):
