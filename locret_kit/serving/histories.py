@@ -113,7 +113,8 @@ def lost(turns: Turns, text: Traced) -> int:
     for at, turn in enumerate(turns):
         if turn["role"] != "assistant" and chr(FIRST + at) not in text.origin:
             wanted.append(content_of(turn))
-        wanted += map(raw, calls_of(turn))
+        arguments = (nested(call, "function", "arguments") for call in calls_of(turn))
+        wanted += (one for one in arguments if isinstance(one, str))
     if not any(wanted):
         return 0
     rest = "".join(compress(text, (origin == OTHERS for origin in text.origin)))  # such as JSON, which has no origins
@@ -138,13 +139,7 @@ def calls_of(turn: Turn) -> list[JsonObject]:
 
 def with_calls(turn: Turn, calls: list[JsonObject]) -> Turn:
     """A turn with other calls; itself where they are its own."""
-    mine = calls_of(turn)
-    return turn if len(calls) == len(mine) and all(map(operator.is_, calls, mine)) else {**turn, "tool_calls": calls}
-
-
-def raw(call: JsonObject) -> str:
-    """Arguments of a call that are a text; '' for others."""
-    return said if isinstance(said := nested(call, "function", "arguments"), str) else ""
+    return turn if same(calls, calls_of(turn)) else {**turn, "tool_calls": calls}
 
 
 # ---- arguments and identifiers ---------------------------------------------------------------------------------------
