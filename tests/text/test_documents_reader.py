@@ -374,10 +374,7 @@ def test_a_file_is_looked_at_before_torch_is_imported(tmp_path):
         (["chat", "scan.pdf", *heads], "run OCR"),
         (["infer", "--batch", "none.jsonl", "-o", "out.jsonl", *heads], "No such file"),
         (["infer", "--batch", "prompts.jsonl", "-o", "out.jsonl", *heads], "holds no prompts"),
-        *(
-            (words, "no saved cache")
-            for words in (["ask", "a.locret", "x"], ["kept", "a.locret"], ["chat", "a.locret"])
-        ),
+        *(([command, "a.locret", *more], "no saved cache") for command, *more in (("ask", "x"), ("kept",), ("chat",))),
         (["read", "scan.pdf", "-o", "a.locret", "--append"], "no saved cache"),
     ]
     lines, code = "\n".join("\t".join(words) for words, _ in cases), [sys.executable, "-c", LOOKED]

@@ -82,18 +82,7 @@ def running() -> float:
 
 
 def test_the_plan_said_the_same(said, capsys):
-    words = [
-        "--model",
-        str(BACKBONE),
-        "--gpu-memory",
-        "4GiB",
-        "--engine",
-        "vllm",
-        "--sessions",
-        "4",
-        "--dtype",
-        "float32",
-    ]
+    words = f"--model {BACKBONE} --gpu-memory 4GiB --engine vllm --sessions 4 --dtype float32".split()
     assert plan.main([*words, f"policy={POLICY}", *(f"{k}={v}" for k, v in SETTINGS.items() if k != "positions")]) == 0
     (planned,) = re.findall(r"^vLLM: (.*)$", capsys.readouterr().out, re.M)
     assert said == f"http://127.0.0.1:{PORT}, {planned}, documents: 1" and planned.startswith("4 requests fit")
@@ -143,13 +132,8 @@ def test_json_of_a_schema_is_valid(client):
 
 
 def test_tools(client):
-    tool = {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-        },
-    }
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
     answer = ask(client, "What is the weather in Paris?", tools=[tool], tool_choice="required", max_tokens=100)
     assert answer.choices[0].message.tool_calls[0].function.name == "get_weather"
 
