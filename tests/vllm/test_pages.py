@@ -8,7 +8,6 @@ import weakref
 import pytest
 import tiny
 import torch
-from vllm import SamplingParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from locret_kit import BoundedCache
@@ -41,9 +40,8 @@ def test_planned_bytes_are_allocated_and_requests_wait_for_a_page(tmp_path):
         assert Pages.within(each, pages.bytes + each // 2) == pages
 
         engine = llm.llm_engine
-        params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
         for number, ids in enumerate(tiny.prompts([700] * 12)):
-            engine.add_request(str(number), {"prompt_token_ids": ids}, params)
+            engine.add_request(str(number), {"prompt_token_ids": ids}, tiny.params(200))
         for _ in range(120):
             engine.step()
         running = tiny.scheduler(llm).running
@@ -97,8 +95,8 @@ def test_an_engine_that_asks_for_nothing_is_vllms_own_and_with_room_for_all_toke
 
 def test_a_head_that_is_split_gives_the_scores_of_the_whole(tmp_path):
     """Each rank's sums are added by hand."""
-    model = tiny.make(tmp_path / "model", "llama")
-    whole = RetainingHeads.from_pretrained(tiny.make_heads(tmp_path / "heads", model, tmp_path / "model"))
+    model, heads = tiny.make_both(tmp_path, "llama")
+    whole = RetainingHeads.from_pretrained(heads)
     draw = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, heads, 5, 16, generator=draw) for heads in (4, 2, 2))
     sums: list[torch.Tensor] = []
