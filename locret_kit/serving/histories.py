@@ -168,9 +168,7 @@ def objects(turns: Turns) -> list[Turn]:
 
 def texts(turns: Turns) -> list[Turn]:
     """Arguments as texts of JSON."""
-    return with_arguments(
-        turns, lambda given: given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-    )
+    return with_arguments(turns, lambda one: one if isinstance(one, str) else json.dumps(one, ensure_ascii=False))
 
 
 def identifiers(turns: Turns) -> list[Turn]:
@@ -247,10 +245,9 @@ def no_system(turns: Turns) -> list[Turn]:
 def no_empty(turns: Turns) -> list[Turn]:
     """Messages without a content are left out, but for the last and for results."""
     *before, last = turns
-    said = ("content", "tool_calls", "reasoning_content")
-    return [
-        turn for turn in before if turn["role"] == "tool" or any(str(turn.get(name) or "").strip() for name in said)
-    ] + [last]
+    names = ("content", "tool_calls", "reasoning_content")
+    said = (any(str(turn.get(name) or "").strip() for name in names) for turn in before)
+    return [turn for turn, full in zip(before, said, strict=True) if full or turn["role"] == "tool"] + [last]
 
 
 def parts(turns: Turns) -> list[Turn]:

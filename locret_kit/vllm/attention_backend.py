@@ -101,11 +101,9 @@ class BatchBuilder(attention.AttentionMetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.worker = worker_here()
-        if len(layer_names) != self.worker.pages.spec.n_layers:
-            raise ValueError(
-                f"vLLM puts {len(layer_names)} of {self.worker.pages.spec.n_layers} layers into a group of its caches: a request "
-                "would have a page in each"
-            )
+        if len(layer_names) != (layers := self.worker.pages.spec.n_layers):
+            said = f"vLLM puts {len(layer_names)} of {layers} layers into a group of its caches"
+            raise ValueError(f"{said}: a request would have a page in each")
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: attention.CommonAttentionMetadata, fast_build: bool = False
@@ -173,10 +171,8 @@ class Requests(LogitsProcessor):
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Refuse a request: over HTTP with status 400. Raises ValueError."""
-        if sampling_params.seed is not None and current_platform.is_cpu():
-            raise ValueError(
-                f"seed={sampling_params.seed}: vLLM {release()} on a CPU fails at seeds where a prompt is read in pieces"
-            )
+        if (seed := sampling_params.seed) is not None and current_platform.is_cpu():
+            raise ValueError(f"seed={seed}: vLLM {release()} on a CPU fails at seeds where a prompt is read in pieces")
         own = sampling_params.extra_args or {}
         for name in own if State.alone else ():
             check_name("vllm_xargs", name, OWN)
@@ -223,10 +219,8 @@ def check_layers(vllm_config: VllmConfig) -> None:
     for name, layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).items():
         backend = layer.get_attn_backend()
         if backend is not BoundedBackend and not isinstance(layer, MambaBase):  # whose state vLLM keeps
-            raise RuntimeError(
-                f"attention of {name} is {backend.__name__}, not locret_kit's: a card needs --attention-backend CUSTOM, and a "
-                "process builds one engine"
-            )
+            said = f"attention of {name} is {backend.__name__}, not locret_kit's"
+            raise RuntimeError(f"{said}: a card needs --attention-backend CUSTOM, and a process builds one engine")
 
 
 def __getattr__(name: str) -> type[attention.AttentionBackend]:

@@ -114,9 +114,8 @@ def measure(worker: Worker) -> None:
         numbers = {name: extract_layer_index(name) for name in here}
         if len({*numbers.values()}) < len(numbers):
             raise ValueError("a layer has several attentions")
-        worker.pages.measure(
-            [_seen(layers[name], numbers[name], here[name], there[name], turned[name]) for name in here]
-        )
+        heads = {name: (here[name], there[name], turned[name]) for name in here}
+        worker.pages.measure([_seen(layers[name], numbers[name], *heads[name]) for name in here])
     except ValueError as error:
         raise ValueError(f"architecture={config.model_config.architecture}: {error}") from error
     for number, name in enumerate(here):

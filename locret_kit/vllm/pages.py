@@ -122,9 +122,8 @@ class EnginePages:
         one."""
         found = self.model.description
         if found.spec.shared:
-            raise ValueError(
-                "layers that read another's rows: they are evicted after a forward, which the engine does not cut"
-            )
+            said = "they are evicted after a forward, which the engine does not cut"
+            raise ValueError(f"layers that read another's rows: {said}")
         if uneven := [layer.index for layer in found.spec.layers if layer.key_size != layer.value_size]:
             raise ValueError(f"layer {uneven[0]} has keys and values of different sizes, which no page holds")
         self.spec = replace(found.spec, states=(), state_sizes=())

@@ -50,11 +50,10 @@ class Worker:
     def of(cls, server: ServerSettings, model: ModelConfig, device: torch.device, ranks: Ranks | None = None) -> Worker:
         """A worker without requests. Raises ValueError: heads or settings that do not fit the model, or configuration overrides
         besides the longest text."""
-        overrides = model.hf_overrides
-        if not isinstance(overrides, dict) or overrides.keys() - {"max_position_embeddings"}:
-            raise ValueError(
-                f"hf_overrides={overrides}: a bounded cache reads the model's own configuration, but for max_position_embeddings"
-            )
+        overrides, known = model.hf_overrides, "max_position_embeddings"
+        if not isinstance(overrides, dict) or overrides.keys() - {known}:
+            said = "a bounded cache reads the model's own configuration, but for"
+            raise ValueError(f"hf_overrides={overrides}: {said} {known}")
         pages = EnginePages(
             model.model, server.settings, server.policies.values(), server.heads, dtype=model.dtype, device=device,
             ranks=ranks, revision=model.revision,
@@ -116,11 +115,9 @@ def section_of(vllm_config: VllmConfig) -> object:
 
 def server_of(vllm_config: VllmConfig) -> ServerSettings:
     """Settings of an engine's server. Raises ValueError: there are none, or they do not go together."""
-    section = section_of(vllm_config)
-    if not isinstance(section, dict):
-        raise ValueError(
-            f"additional_config must hold the settings of {PROCESSOR}: {{{SECTION!r}: {{'budget': 4096}}}}"
-        )
+    if not isinstance(section := section_of(vllm_config), dict):
+        example = {SECTION: {"budget": 4096}}
+        raise ValueError(f"additional_config must hold the settings of {PROCESSOR}: {example}")
     return ServerSettings(build(VllmSettings, section))
 
 
