@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import json
-import re
-from copy import deepcopy
-from dataclasses import replace
-from pathlib import Path
 
 import httpx
 import pytest
-import strict_templates
 from http_bodies import NOW, bearer, chat, user
-from read_texts import parts
-from served import LIMITS, serving, stopped
+from served import serving
+from strict_templates import tokenizer_of
 
-from locret_kit.policies.grammar import parse_policy
-from locret_kit.serving.anthropic_routes import CountBody, MessagesBody
+from locret_kit.serving.anthropic_routes import CountBody
 from locret_kit.serving.bodies import ChatBody
-from locret_kit.serving.engine_thread import EngineThread
 from locret_kit.serving.responses_routes import ResponsesBody
-from locret_kit.settings import RunSettings
 
 PLAIN = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}"
     "{% endfor %}{# tools #}"
 )
-
-
-def tokenizer_of(template: str):
-    """A tokenizer with a template, by its name among the strict ones or as it is."""
-    made = deepcopy(parts()[1])
-    made.chat_template = getattr(strict_templates, template, template)
-    return made
 
 
 def prompt(template: str, messages: list[dict], kind=ChatBody, **more) -> str:
@@ -379,96 +364,3 @@ def test_nearly_no_temperature_is_greedy(url, path, place):
         return value
 
     assert {answer(temperature) for temperature in (1e-3, 9.9e-4, 1e-5, 1e-8, 1e-40, 5e-324)} == {answer(0)}
-
-
-# ---- requests of clients, written down by their public code: whole, streamed, a turn more ----------------------------
-
-
-FILES = sorted(Path(__file__).with_name("clients").glob("*.json"))
-CLIENTS = {path.stem: json.loads(path.read_text()) for path in FILES}
-KINDS = {"/v1/chat/completions": ChatBody, "/v1/messages": MessagesBody, "/v1/responses": ResponsesBody}
-TEMPLATES = ("MISTRAL", "QWEN35", "GEMMA", "LLAMA31", "GPT_OSS", "DEEPSEEK")
-
-
-def test_all_seven_clients_are_here():
-    assert list(CLIENTS) == ["claude_code", "cline", "codex", "continue", "langchain", "litellm", "open_webui"]
-    assert all(len(client["requests"]) > 1 for client in CLIENTS.values())
-
-
-def prompt_of(path: str, body: dict, tokenizer) -> tuple[str, int]:
-    """The prompt_of of a body, and its tokens."""
-    (ids,) = KINDS[path].model_validate(body).ids(tokenizer, None)
-    return tokenizer.decode(ids), len(ids)
-
-
-def signs_of(body: dict) -> list[str]:
-    """Signs of a body's texts, in their order."""
-    return re.findall(r"\b[A-Z]{2}-\d+", json.dumps(body))
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("client", CLIENTS)
-def test_each_text_is_in_the_prompt_once(client, template):
-    """Texts of the recorded requests begin with a sign of their own, such as CX-1; the rest is what clients put around them."""
-    tokenizer, recorded = tokenizer_of(template), CLIENTS[client]
-    for body in recorded["requests"]:
-        signs = signs_of(body)
-        text, _ = prompt_of(recorded["path"], body, tokenizer)
-        assert {sign: len(re.findall(rf"{sign}\b", text)) for sign in signs} == dict.fromkeys(signs, 1), text
-    first, second = (prompt_of(recorded["path"], body, tokenizer)[0] for body in recorded["requests"][:2])
-    if template != "MISTRAL":  # whose template moves the system prompt_of to the last question
-        assert second.startswith(first[: first.index(signs_of(recorded["requests"][0])[-1])])
-
-
-@pytest.fixture(scope="module", params=TEMPLATES[:3])
-def server(request):
-    """A server of a strict template, and its tokenizer."""
-    tokenizer = tokenizer_of(request.param)
-    settings = RunSettings(budget=1500, chunk=256, stabilizers=4, local_len=5)
-    made = EngineThread(
-        parts()[0], tokenizer, settings, parse_policy("streaming"), None, piece=256, sessions=4, queue=6
-    )
-    limits = replace(LIMITS, answer_tokens=4)
-    with stopped(made) as engine, serving(engine, limits, defaults={"temperature": 0.0}) as url:
-        yield url, tokenizer
-
-
-def told(value: object) -> str:
-    """All that an answer, or an event of one, says: texts and thoughts."""
-    if isinstance(value, list):
-        return "".join(map(told, value))
-    if not isinstance(value, dict):
-        return ""
-    texts = (value.get(name) for name in ("reasoning_content", "thinking", "text", "content"))
-    own = "".join(text for text in texts if isinstance(text, str))
-    return own + "".join(told(value.get(name)) for name in ("choices", "message", "delta", "content", "output"))
-
-
-def streamed(url: str, path: str, body: dict) -> tuple[str, dict]:
-    """What a streamed answer says, and its last event."""
-    answer = httpx.post(url + path, json={**body, "stream": True}, headers=bearer(), timeout=300)
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
-    events = [json.loads(line) for line in lines if line != "[DONE]"]
-    assert answer.status_code == 200 and not any("error" in event for event in events), answer.text
-    deltas = [event for event in events if "choices" in event or event["type"] == "content_block_delta"]
-    texts = "".join(event["delta"] for event in events if isinstance(event.get("delta"), str))
-    assert path != "/v1/chat/completions" or lines[-1] == "[DONE]"
-    return told(deltas) + texts, events[-1]
-
-
-@pytest.mark.parametrize("client", CLIENTS)
-def test_a_client_is_answered_in_each_turn(server, client):
-    url, tokenizer = server
-    recorded = CLIENTS[client]
-    path, left_out = recorded["path"], recorded.get("left_out", [None] * len(recorded["requests"]))
-    for body, left in zip(recorded["requests"], left_out, strict=True):
-        whole = httpx.post(url + path, json={**body, "stream": False}, headers=bearer(), timeout=300)
-        assert whole.status_code == 200, whole.text
-        assert whole.headers.get("x-left-out") == left
-        answer, (text, last) = whole.json(), streamed(url, path, body)
-        assert told(answer) == text
-        used = answer["usage"]
-        counts = [used.get(name, 0) for name in ("prompt_tokens", "input_tokens", "cache_read_input_tokens")]
-        tokens = sum(counts) if path != "/v1/responses" else used["input_tokens"]
-        assert tokens == prompt_of(path, body, tokenizer)[1]
-        assert path != "/v1/responses" or last["type"] in ("response.completed", "response.incomplete")
