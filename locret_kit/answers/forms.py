@@ -367,23 +367,17 @@ def answer_form(tokenizer: PreTrainedTokenizerBase, *, tools: bool = False) -> A
     return _answer_form(tokenizer, template, len(tokenizer))
 
 
-def as_shown(tokenizer: PreTrainedTokenizerBase, form: CallForm) -> CallForm:
-    """A form of parameters with marks of their own, as the tokenizer's template writes a call: words, line ends and values."""
-    known = parameters_shown(tokenizer, form.head, rf"(?:{form.tail})?\s*(?:{form.close})?")
-    if known is None:
-        return form
-    written, python = known
-    key = form.key if written[1].endswith("\n") else form.key.replace(LINE, "")
-    end = form.end if written[2].startswith("\n") else form.end.removeprefix(LINES)
-    return replace(form, written=written, python=python, key=key, end=end)
-
-
 @lru_cache(maxsize=8)
 def _answer_form(tokenizer: PreTrainedTokenizerBase, template: str, size: int) -> AnswerForm:
     added = tokenizer.get_added_vocab()
     words = "\n".join([template, *added])
     calls = call_form(template, tokenizer)
-    calls = as_shown(tokenizer, calls) if calls.key and not calls.quotes else calls
+    ends = rf"(?:{calls.tail})?\s*(?:{calls.close})?"
+    if calls.key and not calls.quotes and (known := parameters_shown(tokenizer, calls.head, ends)):
+        written, python = known  # as the template writes words, line ends and values
+        key = calls.key if written[1].endswith("\n") else calls.key.replace(LINE, "")
+        end = calls.end if written[2].startswith("\n") else calls.end.removeprefix(LINES)
+        calls = replace(calls, written=written, python=python, key=key, end=end)
     if calls.name == "list" and "[ARGS]" in added:
         calls = replace(calls, written=("[TOOL_CALLS]{name}[ARGS]", ""), row=("", "", ""), keys=())
     if "<|channel|>" in words and "<|message|>" in words:
@@ -394,8 +388,8 @@ def _answer_form(tokenizer: PreTrainedTokenizerBase, template: str, size: int) -
         given, field = thought
         marks = literal(given, "open"), literal(given, "close")
         close = NEVER if field.close_re is None else field.close_re.pattern
-        known = bool(regex.fullmatch(field.open_re.pattern, marks[0]) and regex.fullmatch(close, marks[1]))
-        return AnswerForm(field.open_re.pattern, close, calls, words=marks if known else None, around=around)
+        alike = regex.fullmatch(field.open_re.pattern, marks[0]) and regex.fullmatch(close, marks[1])
+        return AnswerForm(field.open_re.pattern, close, calls, words=marks if alike else None, around=around)
     pairs = {f"{found['a']}{found['word']}{found['b']}": found[0] for found in PAIR.finditer(words)}
     pairs |= {open_: close for open_, close in PHRASES.items() if open_.strip() in words}
     if not pairs:

@@ -141,10 +141,8 @@ class Reader:
     @property
     def marks(self) -> str:
         """A text that contains every token that is a mark of this reader."""
-        form = replace(
-            self.form, calls=self._call_form if self.tools else CallForm("", sections=self._call_form.sections)
-        )
-        return form.marks
+        calls = self._call_form if self.tools else CallForm("", sections=self._call_form.sections)
+        return replace(self.form, calls=calls).marks
 
     def feed(self, text: str, *, final: bool = False, cut: bool = False) -> list[Event]:
         """Events that are sure with this text.
@@ -233,9 +231,8 @@ class Reader:
             self._take(0 if again is None else again.end())
             self._fresh = again is not None
             return
-        end = self._end.search(
-            self._held, self._searched, partial=self._waits
-        )  # half of a mark is no part of a thought
+        # Half of a mark is no part of a thought.
+        end = self._end.search(self._held, self._searched, partial=self._waits)
         at = len(self._held) if end is None else end.start()
         closes, unsure = end is not None and not end.partial, at
         if self.tools and not self.form.anywhere and not closes:  # calls may be all that follows

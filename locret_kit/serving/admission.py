@@ -81,22 +81,18 @@ class Sessions:
 
     def twin(self, request: ServerRequest) -> ParkedSession | None:
         """The session that has answered an equal prompt, in memory, where its answer can be taken back."""
-        tokens, about = len(request.prompt.ids), (request.owner, request.document_id)
+        tokens = len(request.prompt.ids)
+        about = request.owner, request.document_id, request.prompt.hash(tokens)
         for parked in self.parked.values():
-            alike = (parked.keys[0].owner, parked.keys[0].document_id) == about and parked.prompt
-            if alike and parked.prompt == request.prompt.hash(tokens):
+            if (parked.keys[0].owner, parked.keys[0].document_id, parked.prompt) == about:
                 return parked if parked.cache.can_take_back(parked.cache.get_seq_length() - tokens + 1) else None
         return None
-
-    def unpark(self, parked: ParkedSession) -> None:
-        """Remove a session from the waiting ones, because a request continues it."""
-        del self.parked[parked.name]
 
     def drop_oldest(self) -> bool:
         """Drop the least recently used session whose file is written; False if there is none."""
         oldest = next((parked for parked in self.parked.values() if parked.settled), None)
         if oldest is not None:
-            self.unpark(oldest)
+            del self.parked[oldest.name]
         return oldest is not None
 
     def park(self, request: ServerRequest, cache: BoundedCache, read: Iterable[tuple[array[int], int]]) -> None:
@@ -105,11 +101,8 @@ class Sessions:
         name = known if known and known not in self.parked else f"session_{secrets.token_hex(16)}"
         key = partial(PrefixKey, name, request.owner, request.document_id)
         keys = {key(len(ids), hash_ids(ids), skipped) for ids, skipped in read}
-        whole = (
-            request.prompt.hash(len(request.prompt.ids))
-            if cache is request.cache and not request.lookup.skipped
-            else ""
-        )
+        exact = cache is request.cache and not request.lookup.skipped
+        whole = request.prompt.hash(len(request.prompt.ids)) if exact else ""
         parked = ParkedSession(tuple(keys), cache, whole, settled=self.store is None)
         self.parked[name] = parked
         if self.store is not None:
@@ -139,7 +132,7 @@ class Sessions:
     def forget(self, document_id: str) -> None:
         """Drop a document's file, after pending writes, and all sessions about the document."""
         for parked in [one for one in self.parked.values() if one.keys[0].document_id == document_id]:
-            self.unpark(parked)
+            del self.parked[parked.name]
         if self.store is not None:
             self.write(self.store.forget, document_id)
 
@@ -254,7 +247,7 @@ class Admission:
         elif parked is not None and key in parked.keys:
             if not parked.saving and self._resume(request, parked.cache, key.skipped):
                 lookup.name = key.name
-                sessions.unpark(parked)
+                del sessions.parked[parked.name]
         elif self._room():
             taken = {one.lookup.name for one in (*self.active, *self.queue)} | {*sessions.parked}
             # A branch of a conversation that went on gets a file of its own.

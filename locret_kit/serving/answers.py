@@ -150,10 +150,8 @@ class AnswerStream:
         if self.reader.calls and not self.reader.calling:
             self.reason = "tool_calls"
         if spec.must_call and self.reason == "length":
-            advice = "raise it, or simplify the tool's schema"
-            self.warning = (
-                f"max_tokens={spec.max_tokens} ended the answer before the call that tool_choice forces: {advice}"
-            )
+            said = f"max_tokens={spec.max_tokens} ended the answer before the call that tool_choice forces"
+            self.warning = f"{said}: raise it, or simplify the tool's schema"
             LOG.warning("%s", self.warning)
 
     def _prompt_tokens(self) -> Iterable[Token]:

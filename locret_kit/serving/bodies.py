@@ -8,7 +8,7 @@ import secrets
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import regex
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, field_validator, model_validator
@@ -23,13 +23,11 @@ from ..engine import Sampling
 from ..policies.grammar import parse_policy
 from ..text.template import SWITCHES, has_template, render_messages, takes, template_source
 from ..text.tokens import IdStream, TooManyTokens
+from .engine_thread import EngineThread
 from .histories import render, rewritten
 from .messages import JsonObject, Message, Part, Refused, ResponseFormat, Tool, form, places, refuse, tool_name
 from .request import AnswerSpec, Prompt
-
-if TYPE_CHECKING:
-    from .engine_thread import EngineThread
-    from .state import Server
+from .state import Server
 
 REFUSED = dict.fromkeys(("functions", "function_call", "audio", "modalities", "suffix"), "")
 STOPS = 64
@@ -52,6 +50,9 @@ def listed(value: object) -> object:
     """A list of texts or of rows of ids, of which one alone may stand for itself."""
     alone = isinstance(value, str) or (isinstance(value, list) and isinstance(next(iter(value), None), int))
     return [value] if alone else value
+
+
+Bias = Annotated[float, Field(ge=-100, le=100, strict=True)]
 
 
 class StreamOptions(Part):
@@ -78,9 +79,7 @@ class CompletionBody(Part):
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    logit_bias: dict[NonNegativeInt, Annotated[float, Field(ge=-100, le=100, strict=True)]] = Field(
-        default_factory=dict
-    )
+    logit_bias: dict[NonNegativeInt, Bias] = Field(default_factory=dict)
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """-1 as none: another for each request. Of the others the lowest 32 bits count."""
     stop: Annotated[
@@ -135,9 +134,8 @@ class CompletionBody(Part):
         if document is not None:
             for name in ("budget", "policy"):
                 if getattr(self, name) is not None:
-                    raise Refused(
-                        400, f"{name} has no effect with document_id: the document was read with its own", name
-                    )
+                    said = f"{name} has no effect with document_id: the document was read with its own"
+                    raise Refused(400, said, name)
             if sampling.repetition_penalty != 1.0 and not document.has_text:
                 raise Refused(400, "repetition_penalty needs the document's text, which is not in its file")
         if self.evidence and document is None:
@@ -431,25 +429,19 @@ class TextBody(CompletionBody):
         return replace(super().resolve(server, document), top_logprobs=self.logprobs, echoes=self.echo)
 
     def prompts(self, engine: EngineThread, document: Document | None, max_tokens: int) -> list[Prompt]:
-        """The prompts. Raises as ``ids``."""
-        return [*map(Prompt, self.ids(engine.tokenizer, document, max_tokens))]
-
-    def ids(
-        self, tokenizer: PreTrainedTokenizerBase, document: Document | None, max_tokens: int | None = None
-    ) -> list[array[int]]:
-        """Token ids of each prompt.
+        """The prompts.
 
         Raises:
             ValueError: a document, or ids that are no tokens. TooManyTokens: one has more than ``max_tokens``.
         """
         if document is not None:
             raise ValueError("document_id is for chat completions")
-        return [self._ids(tokenizer, prompt, max_tokens) for prompt in self.prompt]
+        return [Prompt(self._ids(engine.tokenizer, prompt, max_tokens)) for prompt in self.prompt]
 
-    def _ids(self, tokenizer: PreTrainedTokenizerBase, prompt: str | list[int], max_tokens: int | None) -> array[int]:
+    def _ids(self, tokenizer: PreTrainedTokenizerBase, prompt: str | list[int], max_tokens: int) -> array[int]:
         if isinstance(prompt, str):
             return IdStream(tokenizer, special=True, max_tokens=max_tokens).finish(prompt)
-        if max_tokens is not None and len(prompt) > max_tokens:
+        if len(prompt) > max_tokens:
             raise TooManyTokens(max_tokens)
         if max(prompt) >= len(tokenizer):
             raise ValueError(f"prompt holds {max(prompt)}, which is no token from 0 to {len(tokenizer) - 1}")

@@ -194,10 +194,8 @@ def prompts_of(
     try:
         prompts = body.prompts(engine, document, max_tokens)
     except TooManyTokens:  # in words by which clients know it that look for no code
-        said = (
-            f"the prompt has more than {max_tokens} tokens: this model's maximum context length is {max_tokens} tokens"
-        )
-        raise Refused(400, said, field, TOO_LONG) from None
+        bound = f"this model's maximum context length is {max_tokens} tokens"
+        raise Refused(400, f"the prompt has more than {max_tokens} tokens: {bound}", field, TOO_LONG) from None
     if not all(len(prompt.ids) for prompt in prompts):
         raise Refused(400, "the prompt holds no tokens", field)
     return prompts

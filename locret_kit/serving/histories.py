@@ -113,7 +113,8 @@ def lost(turns: Turns, text: Traced) -> int:
     for at, turn in enumerate(turns):
         if turn["role"] != "assistant" and chr(FIRST + at) not in text.origin:
             wanted.append(content_of(turn))
-        wanted += map(raw, calls_of(turn))
+        arguments = (nested(call, "function", "arguments") for call in calls_of(turn))
+        wanted += (one for one in arguments if isinstance(one, str))
     if not any(wanted):
         return 0
     rest = "".join(compress(text, (origin == OTHERS for origin in text.origin)))  # such as JSON, which has no origins
@@ -138,13 +139,7 @@ def calls_of(turn: Turn) -> list[JsonObject]:
 
 def with_calls(turn: Turn, calls: list[JsonObject]) -> Turn:
     """A turn with other calls; itself where they are its own."""
-    mine = calls_of(turn)
-    return turn if len(calls) == len(mine) and all(map(operator.is_, calls, mine)) else {**turn, "tool_calls": calls}
-
-
-def raw(call: JsonObject) -> str:
-    """Arguments of a call that are a text; '' for others."""
-    return said if isinstance(said := nested(call, "function", "arguments"), str) else ""
+    return turn if same(calls, calls_of(turn)) else {**turn, "tool_calls": calls}
 
 
 # ---- arguments and identifiers ---------------------------------------------------------------------------------------
@@ -173,9 +168,7 @@ def objects(turns: Turns) -> list[Turn]:
 
 def texts(turns: Turns) -> list[Turn]:
     """Arguments as texts of JSON."""
-    return with_arguments(
-        turns, lambda given: given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-    )
+    return with_arguments(turns, lambda one: one if isinstance(one, str) else json.dumps(one, ensure_ascii=False))
 
 
 def identifiers(turns: Turns) -> list[Turn]:
@@ -252,10 +245,9 @@ def no_system(turns: Turns) -> list[Turn]:
 def no_empty(turns: Turns) -> list[Turn]:
     """Messages without a content are left out, but for the last and for results."""
     *before, last = turns
-    said = ("content", "tool_calls", "reasoning_content")
-    return [
-        turn for turn in before if turn["role"] == "tool" or any(str(turn.get(name) or "").strip() for name in said)
-    ] + [last]
+    names = ("content", "tool_calls", "reasoning_content")
+    said = (any(str(turn.get(name) or "").strip() for name in names) for turn in before)
+    return [turn for turn, full in zip(before, said, strict=True) if full or turn["role"] == "tool"] + [last]
 
 
 def parts(turns: Turns) -> list[Turn]:

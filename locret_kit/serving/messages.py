@@ -14,18 +14,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import (
-    AliasChoices,
-    AliasPath,
-    BaseModel,
-    BeforeValidator,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    WrapValidator,
-    model_validator,
-)
+from pydantic import AliasChoices, AliasPath, BaseModel, BeforeValidator, Field, WrapValidator, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from ..answers.values import nested
@@ -127,7 +118,7 @@ class Message(Part):
     """An earlier answer's thought."""
     tool_call_id: str | None = None
     name: str | None = None
-    _place: str = PrivateAttr("")
+    _place: str = ""
     """Its place in the client's body, such as ``messages.3``."""
 
     @model_validator(mode="before")

@@ -53,10 +53,8 @@ class SessionSpec:
         self, prompt_length: int | None, settings: RunSettings | None = None, policy: Policy | None = None
     ) -> BoundedCache:
         """An empty cache for a prompt of ``prompt_length`` tokens."""
-        policy = policy or self.policies[0]
-        return BoundedCache(
-            settings or self.settings, policy, policy.heads_for(self.heads), prompt_length=prompt_length
-        )
+        settings, policy = settings or self.settings, policy or self.policies[0]
+        return BoundedCache(settings, policy, policy.heads_for(self.heads), prompt_length=prompt_length)
 
     def check(self, file: CacheFile, *, session: bool = False) -> None:
         """Refuse a saved cache.

@@ -248,11 +248,8 @@ def render_traced(
         template, names = compiled(tokenizer.get_chat_template(tools=tools or None))
         given = _arguments(tokenizer, names, {**getattr(tokenizer, DEFAULTS, {}), **(arguments or {})})
         given = {**traced(tokenizer.special_tokens_map, OWN), "documents": None, **given}
-        given |= {
-            "messages": said,
-            "tools": traced(tools) or None,
-            "add_generation_prompt": generation and not continued,
-        }
+        given |= {"messages": said, "tools": traced(tools) or None}
+        given["add_generation_prompt"] = generation and not continued
         with limited_steps():
             text = cast(Traced, template.render(given))
     except REFUSALS as error:

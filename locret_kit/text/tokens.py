@@ -233,10 +233,8 @@ def _take(
     if margin is not None or end < len(text):
         # Cut well before the window's end, where later text cannot change a token any more.
         early = end - (CONTEXT if margin is None else margin)
-        last = next(
-            (i for i in range(last - 1, first, -1) if offsets[i][0] < early and _starts_word(text, offsets[i][0])),
-            first,
-        )
+        words = (i for i in range(last - 1, first, -1) if _starts_word(text, offsets[i][0]))
+        last = next((i for i in words if offsets[i][0] < early), first)
         if last == first:  # no such word in the whole block, as in Chinese
             last = _agreed(tokenizer, text[:end], tokens, offsets, first)
             if margin is not None and not (last < len(tokens) and offsets[last][0] < end - CONTEXT):

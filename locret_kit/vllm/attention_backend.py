@@ -19,16 +19,7 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.utils.math_utils import cdiv
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionImpl,
-    AttentionLayer,
-    AttentionMetadata,
-    AttentionMetadataBuilder,
-    AttentionType,
-    CommonAttentionMetadata,
-    MultipleOf,
-)
+from vllm.v1.attention import backend as attention
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheLayout
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
@@ -60,7 +51,7 @@ class BoundedSpec(CircularBufferSpec):
         return int(cdiv(max_len, self.block_size))
 
 
-class BoundedBackend(AttentionBackend):
+class BoundedBackend(attention.AttentionBackend):
     """Attention of a bounded cache."""
 
     forward_includes_kv_cache_update = True  # vLLM writes no row by itself
@@ -72,8 +63,8 @@ class BoundedBackend(AttentionBackend):
         return "CPU_ATTN" if current_platform.is_cpu() else "CUSTOM"  # vLLM looks it up in its own list
 
     @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[MultipleOf]:
-        return [MultipleOf(1)]
+    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[attention.MultipleOf]:
+        return [attention.MultipleOf(1)]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -81,7 +72,7 @@ class BoundedBackend(AttentionBackend):
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        return bool(attn_type == AttentionType.DECODER)
+        return bool(attn_type == attention.AttentionType.DECODER)
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
@@ -94,15 +85,15 @@ class BoundedBackend(AttentionBackend):
         return BoundedSpec.of(worker_here().pages)
 
     @staticmethod
-    def get_impl_cls() -> type[AttentionImpl]:
+    def get_impl_cls() -> type[attention.AttentionImpl]:
         return BoundedImpl
 
     @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+    def get_builder_cls() -> type[attention.AttentionMetadataBuilder]:
         return BatchBuilder
 
 
-class BatchBuilder(AttentionMetadataBuilder):
+class BatchBuilder(attention.AttentionMetadataBuilder):
     """Builds the metadata that all layers of a forward share. Graphs are piecewise, and attention is between the pieces."""
 
     def __init__(
@@ -110,15 +101,13 @@ class BatchBuilder(AttentionMetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.worker = worker_here()
-        if len(layer_names) != self.worker.pages.spec.n_layers:
-            raise ValueError(
-                f"vLLM puts {len(layer_names)} of {self.worker.pages.spec.n_layers} layers into a group of its caches: a request "
-                "would have a page in each"
-            )
+        if len(layer_names) != (layers := self.worker.pages.spec.n_layers):
+            said = f"vLLM puts {len(layer_names)} of {layers} layers into a group of its caches"
+            raise ValueError(f"{said}: a request would have a page in each")
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> AttentionMetadata:
+        self, common_prefix_len: int, common_attn_metadata: attention.CommonAttentionMetadata, fast_build: bool = False
+    ) -> attention.AttentionMetadata:
         c = common_attn_metadata
         starts = c.query_start_loc_cpu.tolist()
         # Exact without speculative decoding; the lengths on the device would be waited for.
@@ -133,12 +122,12 @@ class BatchBuilder(AttentionMetadataBuilder):
         return worker.pages.step(turns)
 
 
-class BoundedImpl(AttentionImpl):
+class BoundedImpl(attention.AttentionImpl):
     """Attention of one layer."""
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: object, sliding_window: int | None,
-        kv_cache_dtype: str, logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
+        kv_cache_dtype: str, logits_soft_cap: float | None = None, attn_type: str = attention.AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None, sinks: Tensor | None = None, **rest: object,
     ) -> None:  # fmt: skip
         """Options of vLLM's attention layer; ``sinks`` has shape [Q]. Raises ValueError for an unknown option."""
@@ -155,8 +144,9 @@ class BoundedImpl(AttentionImpl):
         """Place of the layer in ``BackboneSpec.layers``."""
 
     def forward(
-        self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
-        attn_metadata: AttentionMetadata | None, output: Tensor, output_scale: object = None, output_block_scale: object = None,
+        self, layer: attention.AttentionLayer, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
+        attn_metadata: attention.AttentionMetadata | None, output: Tensor, output_scale: object = None,
+        output_block_scale: object = None,
     ) -> Tensor:  # fmt: skip
         """Attention of the new tokens, written to ``output``: zeros in a run that measures or warms up.
 
@@ -181,10 +171,8 @@ class Requests(LogitsProcessor):
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Refuse a request: over HTTP with status 400. Raises ValueError."""
-        if sampling_params.seed is not None and current_platform.is_cpu():
-            raise ValueError(
-                f"seed={sampling_params.seed}: vLLM {release()} on a CPU fails at seeds where a prompt is read in pieces"
-            )
+        if (seed := sampling_params.seed) is not None and current_platform.is_cpu():
+            raise ValueError(f"seed={seed}: vLLM {release()} on a CPU fails at seeds where a prompt is read in pieces")
         own = sampling_params.extra_args or {}
         for name in own if State.alone else ():
             check_name("vllm_xargs", name, OWN)
@@ -231,13 +219,11 @@ def check_layers(vllm_config: VllmConfig) -> None:
     for name, layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).items():
         backend = layer.get_attn_backend()
         if backend is not BoundedBackend and not isinstance(layer, MambaBase):  # whose state vLLM keeps
-            raise RuntimeError(
-                f"attention of {name} is {backend.__name__}, not locret_kit's: a card needs --attention-backend CUSTOM, and a "
-                "process builds one engine"
-            )
+            said = f"attention of {name} is {backend.__name__}, not locret_kit's"
+            raise RuntimeError(f"{said}: a card needs --attention-backend CUSTOM, and a process builds one engine")
 
 
-def __getattr__(name: str) -> type[AttentionBackend]:
+def __getattr__(name: str) -> type[attention.AttentionBackend]:
     """``OnCpu``: the attention of the engine that is being built. vLLM looks it up by this name."""
     if name != "OnCpu":
         raise AttributeError(name)

@@ -12,13 +12,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.config import get_layers_from_vllm_config
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    SupportsHMA,
-)
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.model_executor.layers.attention import Attention
 
 from ..documents.document import IDS
@@ -28,7 +23,6 @@ from ..policies.grammar import parts_of
 from .worker import RequestInfo, Worker, server_of, worker_here
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -50,7 +44,7 @@ class Load:
 
 
 @dataclass
-class Loads(KVConnectorMetadata):
+class Loads(base.KVConnectorMetadata):
     """Documents that go into pages in one step."""
 
     loads: list[Load] = field(default_factory=list)
@@ -82,7 +76,7 @@ def difference(there: BoundedCache, here: BoundedCache) -> str | None:
     return None
 
 
-class Documents(KVConnectorBase_V1, SupportsHMA):
+class Documents(base.KVConnectorBase_V1, base.SupportsHMA):
     """vLLM makes one for the scheduler and one for each worker.
 
     Raises:
@@ -90,10 +84,10 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
             difference is named.
     """
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(self, vllm_config: VllmConfig, role: base.KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self.loads: list[Load] = []
-        scheduler = role == KVConnectorRole.SCHEDULER
+        scheduler = role == base.KVConnectorRole.SCHEDULER
         self.server = server_of(vllm_config) if scheduler else worker_here().server
         if self.server.section.documents is None:
             raise ValueError("the connector of documents needs a folder: documents=... in the section locret")

@@ -8,12 +8,13 @@ unrotated in an engine that asks for a bounded cache.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
@@ -24,9 +25,6 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.models.utils import extract_layer_index
 
 from .worker import State, Worker, is_bounded
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
 
 TOKENS = 12
 """Tokens that are read."""
@@ -116,9 +114,8 @@ def measure(worker: Worker) -> None:
         numbers = {name: extract_layer_index(name) for name in here}
         if len({*numbers.values()}) < len(numbers):
             raise ValueError("a layer has several attentions")
-        worker.pages.measure(
-            [_seen(layers[name], numbers[name], here[name], there[name], turned[name]) for name in here]
-        )
+        heads = {name: (here[name], there[name], turned[name]) for name in here}
+        worker.pages.measure([_seen(layers[name], numbers[name], *heads[name]) for name in here])
     except ValueError as error:
         raise ValueError(f"architecture={config.model_config.architecture}: {error}") from error
     for number, name in enumerate(here):

@@ -40,9 +40,8 @@ def check_version() -> None:
     tested = " or ".join(VERSIONS)
     if (first := next(missing(), None)) is not None:
         raise RuntimeError(f"vllm=={found}: {first}, which locret_kit uses: take {tested}: {install_line('vllm')}")
-    LOG.warning(
-        "warning: vllm==%s: not tested; it has what locret_kit uses of vllm, which was tested with %s", found, tested
-    )
+    has = "it has what locret_kit uses of vllm, which was tested with"
+    LOG.warning("warning: vllm==%s: not tested; %s %s", found, has, tested)
 
 
 DOCUMENTS = "Documents"
@@ -83,12 +82,13 @@ def refuse(facts: Mapping[str, object]) -> None:
     for name, (values, why) in CHOICES.items():
         if facts.get(name) not in (None, *values):
             raise ValueError(f"{name}={facts[name]} must be {' or '.join(map(str, values))}: {why}")
-    if facts.get("documents") and facts.get("is_hybrid"):
+    documents = facts.get("documents")
+    if documents and facts.get("is_hybrid"):
         raise ValueError(
-            f"documents={facts['documents']} must be left out: layers of this model hold a state, which no page has"
+            f"documents={documents} must be left out: layers of this model hold a state, which no page has"
         )
-    if facts.get("documents") and not facts.get("kv_connector"):
-        raise ValueError(f"documents={facts['documents']} needs vLLM's connector {DOCUMENTS}, which locret-vllm sets")
+    if documents and not facts.get("kv_connector"):
+        raise ValueError(f"documents={documents} needs vLLM's connector {DOCUMENTS}, which locret-vllm sets")
 
 
 def refuse_engine(vllm_config: VllmConfig, documents: str | None) -> None:

@@ -105,10 +105,8 @@ class ServerSettings:
         # Said here, where requests arrive, for the longest tail: a worker that raises ends the engine.
         beside = max(schedule.stabilizers, schedule.local_len)
         if schedule.budget <= pinned + beside:
-            raise ValueError(
-                f"budget={schedule.budget} must be above {pinned + beside}: {pinned} protected tokens and {beside} stabilizers "
-                "or tail tokens"
-            )
+            why = f"{pinned} protected tokens and {beside} stabilizers or tail tokens"
+            raise ValueError(f"budget={schedule.budget} must be above {pinned + beside}: {why}")
         return text
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ..engine import BoundedCache
 from ..validation import build
-from .pages import EnginePages
-from .ranks import Ranks
+from .pages import EnginePages, Ranks
 from .refusals import refuse_engine
 from .server_settings import ServerSettings, VllmSettings
 
@@ -51,11 +50,10 @@ class Worker:
     def of(cls, server: ServerSettings, model: ModelConfig, device: torch.device, ranks: Ranks | None = None) -> Worker:
         """A worker without requests. Raises ValueError: heads or settings that do not fit the model, or configuration overrides
         besides the longest text."""
-        overrides = model.hf_overrides
-        if not isinstance(overrides, dict) or overrides.keys() - {"max_position_embeddings"}:
-            raise ValueError(
-                f"hf_overrides={overrides}: a bounded cache reads the model's own configuration, but for max_position_embeddings"
-            )
+        overrides, known = model.hf_overrides, "max_position_embeddings"
+        if not isinstance(overrides, dict) or overrides.keys() - {known}:
+            said = "a bounded cache reads the model's own configuration, but for"
+            raise ValueError(f"hf_overrides={overrides}: {said} {known}")
         pages = EnginePages(
             model.model, server.settings, server.policies.values(), server.heads, dtype=model.dtype, device=device,
             ranks=ranks, revision=model.revision,
@@ -117,20 +115,22 @@ def section_of(vllm_config: VllmConfig) -> object:
 
 def server_of(vllm_config: VllmConfig) -> ServerSettings:
     """Settings of an engine's server. Raises ValueError: there are none, or they do not go together."""
-    section = section_of(vllm_config)
-    if not isinstance(section, dict):
-        raise ValueError(
-            f"additional_config must hold the settings of {PROCESSOR}: {{{SECTION!r}: {{'budget': 4096}}}}"
-        )
+    if not isinstance(section := section_of(vllm_config), dict):
+        example = {SECTION: {"budget": 4096}}
+        raise ValueError(f"additional_config must hold the settings of {PROCESSOR}: {example}")
     return ServerSettings(build(VllmSettings, section))
 
 
 def begin(vllm_config: VllmConfig, device: torch.device) -> Worker:
     """Make the worker of this process. Raises ValueError: an engine that does not go with a bounded cache."""
+    from vllm import distributed as among
+
     server, model = server_of(vllm_config), vllm_config.model_config
     refuse_engine(vllm_config, server.section.documents)
     State.server, State.section = server, section_of(vllm_config)
-    State.worker = Worker.of(server, model, device, _ranks())
+    rank, size = among.get_tensor_model_parallel_rank(), among.get_tensor_model_parallel_world_size()
+    ranks = Ranks(rank, size, among.tensor_model_parallel_all_reduce)
+    State.worker = Worker.of(server, model, device, ranks)
     State.worker.unmeasured = vllm_config
     if model.is_hybrid:  # vLLM makes states as large as so many of our pages
         vllm_config.cache_config.block_size, State.worker.pages.mixed = 1, True
@@ -152,10 +152,3 @@ def is_bounded() -> bool:
 
     config = get_current_vllm_config_or_none()
     return config is not None and State.section is not None and section_of(config) is State.section
-
-
-def _ranks() -> Ranks:
-    from vllm import distributed as among
-
-    rank, size = among.get_tensor_model_parallel_rank(), among.get_tensor_model_parallel_world_size()
-    return Ranks(rank, size, among.tensor_model_parallel_all_reduce)

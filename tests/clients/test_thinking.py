@@ -15,7 +15,7 @@ import anthropic
 import openai
 import pytest
 from families import ARGUMENTS, FAMILIES, TEXT, THOUGHT, TOOL, family_tokenizer
-from served import Dictated, serving
+from served import Dictated, serving, stopped
 from tiny_models import tiny_model
 
 from locret_kit.policies.grammar import parse_policy
@@ -52,12 +52,9 @@ def family(request, monkeypatch):
     monkeypatch.setattr(completions, "form_of_answer", form_of)
     model = tiny_model("llama", vocab_size=len(tokenizer))
     settings = RunSettings(budget=256, chunk=64, stabilizers=4, local_len=5)
-    engine = EngineThread(model, tokenizer, settings, parse_policy("streaming"), None, sessions=2)
-    try:
-        with serving(engine, Limits(answer_tokens=1000), keys=()) as url:
-            yield name, url
-    finally:
-        engine.stop()
+    made = EngineThread(model, tokenizer, settings, parse_policy("streaming"), None, sessions=2)
+    with stopped(made) as engine, serving(engine, Limits(answer_tokens=1000), keys=()) as url:
+        yield name, url
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -105,21 +102,15 @@ def test_anthropic(family, streamed):
                     message = stream.get_final_message()
             else:
                 message = client.messages.create(**asked)
-            blocks = {
-                kind: [block for block in message.content if block.type == kind]
-                for kind in ("thinking", "text", "tool_use")
-            }
+            calls = [block for block in message.content if block.type == "tool_use"]
             shown.append({
-                "thought": "".join(block.thinking for block in blocks["thinking"]),
-                "text": "".join(block.text for block in blocks["text"]).strip(),
-                "calls": [[block.name, block.input] for block in blocks["tool_use"]],
+                "thought": "".join(block.thinking for block in message.content if block.type == "thinking"),
+                "text": "".join(block.text for block in message.content if block.type == "text").strip(),
+                "calls": [[call.name, call.input] for call in calls],
             })  # fmt: skip
-            messages.append(
-                {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in message.content]}
-            )
-            results = [
-                {"type": "tool_result", "tool_use_id": block.id, "content": "7 m"} for block in blocks["tool_use"]
-            ]
+            back = [block.model_dump(exclude_none=True) for block in message.content]
+            messages.append({"role": "assistant", "content": back})
+            results = [{"type": "tool_result", "tool_use_id": call.id, "content": "7 m"} for call in calls]
             messages += [{"role": "user", "content": results}] if results else []
     assert shown == said(name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import anthropic
 import openai
 import pytest
 from served import KEYS, running_engine, serving
@@ -17,6 +18,12 @@ def engine():
 def url(engine):
     with serving(engine) as address:
         yield address
+
+
+@pytest.fixture
+def claude(url):
+    with anthropic.Anthropic(base_url=url, api_key=KEYS[0], max_retries=0) as made:
+        yield made
 
 
 @pytest.fixture

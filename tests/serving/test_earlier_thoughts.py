@@ -10,7 +10,7 @@ import torch
 from families import TOOL
 from read_texts import kept, text_of
 from real_templates import real_tokenizer
-from served import LIMITS, dictate, serving
+from served import LIMITS, dictate, serving, stopped
 from thinking_model import OPENED, QUESTIONS, parts
 
 from locret_kit import BoundedCache, Document
@@ -43,14 +43,17 @@ def heads_of(policy: str):
 @contextmanager
 def server(thoughts: str, policy: str = "h2o", run: RunSettings = RUN, store: Store | None = None, **sizes):
     model, tokenizer, _ = parts()
-    engine = EngineThread(
+    salt = {} if store is None else {"salt": store.salt}
+    made = EngineThread(
         model, tokenizer, run, parse_policy(policy), heads_of(policy), thoughts=thoughts, store=store, **sizes
     )
-    try:
-        with serving(engine, LIMITS, keys=(), **({"salt": store.salt} if store else {})) as url:
-            yield engine, httpx.Client(base_url=f"{url}/v1", timeout=900)
-    finally:
-        engine.stop()
+    with stopped(made) as engine, serving(engine, LIMITS, keys=(), **salt) as url:
+        yield engine, httpx.Client(base_url=f"{url}/v1", timeout=900)
+
+
+def logprobs_of(answer: dict) -> list[float]:
+    """Of the answer's tokens."""
+    return [one["logprob"] for one in answer["choices"][0]["logprobs"]["content"]]
 
 
 def say(client: httpx.Client, messages: list[dict], **more) -> dict:
@@ -97,13 +100,12 @@ def test_dropped_turns_are_fresh_runs_of_the_templates_prompt(policy, system, tm
                 messages.append({"role": "user", "content": question})
                 ids = template_ids(messages)
                 said = say(client, messages)
-                usage, choice = said["usage"], said["choices"][0]
+                usage = said["usage"]
                 assert usage["prompt_tokens"] == len(ids)
                 cached.append(usage["prompt_tokens_details"]["cached_tokens"])
                 cache = BoundedCache(RUN, policy, heads_of(policy), prompt_length=len(ids))
                 logprobs, alone = fresh(ids, cache)
-                got = [one["logprob"] for one in choice["logprobs"]["content"]]
-                assert got == logprobs, "the same bits"
+                assert logprobs_of(said) == logprobs, "the same bits"
                 assert usage["locret"]["evictions"] == alone.counters.evictions
                 (parked,) = list(engine._parked.parked.values())[-1:]
                 seen = parked.cache.get_seq_length()
@@ -114,9 +116,8 @@ def test_dropped_turns_are_fresh_runs_of_the_templates_prompt(policy, system, tm
                 assert kept(shorter) == kept(parked.cache)
                 for mine, theirs in zip(shorter.bounded, parked.cache.bounded, strict=True):
                     assert all(torch.equal(mine.slots(name), theirs.slots(name)) for name in ("keys", "values"))
-            assert engine.figures["sessions_in_use"] == engine.figures["sessions_idle"] == 1, (
-                "a conversation waits in one cache"
-            )
+            # A conversation waits in one cache.
+            assert engine.figures["sessions_in_use"] == engine.figures["sessions_idle"] == 1
     assert all(cached[1:]) and cached == sorted(cached), "what turns share is read once, from a file too"
 
 
@@ -207,7 +208,7 @@ def test_conversations_about_a_document(thoughts, monkeypatch):
                 ids = document.conversation(messages[:-1])
                 assert usage["prompt_tokens"] == len(ids)
                 logprobs, _ = fresh(ids, document.fork_for(len(ids)))
-                assert [one["logprob"] for one in said["choices"][0]["logprobs"]["content"]] == logprobs
+                assert logprobs_of(said) == logprobs
         assert cached == sorted(cached) and cached[-1] > cached[0], cached
 
 
@@ -229,12 +230,10 @@ def test_a_tool_loop_and_a_branch(thoughts):
         said = say(client, branch)
         if thoughts == "dropped":
             logprobs, _ = fresh(ids, BoundedCache(RUN, "h2o", prompt_length=len(ids)))
-            assert [one["logprob"] for one in said["choices"][0]["logprobs"]["content"]] == logprobs
+            assert logprobs_of(said) == logprobs
             begun = [*branch[:3], {"role": "assistant", "content": "Since"}]  # an answer that is gone on with
-            ids = parts()[1](
-                parts()[1].apply_chat_template(begun, tokenize=False, continue_final_message=True),
-                add_special_tokens=False,
-            ).input_ids
+            text = parts()[1].apply_chat_template(begun, tokenize=False, continue_final_message=True)
+            ids = parts()[1](text, add_special_tokens=False).input_ids
             body = {"messages": begun, "max_tokens": 6, "temperature": 0, "logprobs": True}
             usage = client.post("/chat/completions", json=body).json()["usage"]
             assert usage["prompt_tokens"] == len(ids) > usage["prompt_tokens_details"]["cached_tokens"]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from copy import deepcopy
 
 import httpx
 import pytest
-import strict_templates
 from http_bodies import NOW, bearer, chat, user
-from read_texts import parts
 from served import serving
+from strict_templates import tokenizer_of
 
 from locret_kit.serving.anthropic_routes import CountBody
 from locret_kit.serving.bodies import ChatBody
@@ -20,13 +18,6 @@ PLAIN = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}"
     "{% endfor %}{# tools #}"
 )
-
-
-def tokenizer_of(template: str):
-    """A tokenizer with a template, by its name among the strict ones or as it is."""
-    made = deepcopy(parts()[1])
-    made.chat_template = getattr(strict_templates, template, template)
-    return made
 
 
 def prompt(template: str, messages: list[dict], kind=ChatBody, **more) -> str:
@@ -93,10 +84,8 @@ def test_arguments_that_a_template_writes_as_texts():
 @pytest.mark.parametrize("id", ["call_abcdef0123456789", "toolu_01AbC", "functions.depth:0", "", None, "ä" * 9])
 def test_identifiers_of_other_servers(id):
     """Nine letters and digits for Mistral's; calls and results have the same, and each turn the same again."""
-    texts = [
-        prompt("MISTRAL", [ASK, call({}, id), result("7 m", id), *more, GO])
-        for more in ([said("7.")], [said("8."), ASK, said("")])
-    ]
+    begun, turns = [ASK, call({}, id), result("7 m", id)], ([said("7.")], [said("8."), ASK, said("")])
+    texts = [prompt("MISTRAL", [*begun, *more, GO]) for more in turns]
     for text in texts:
         first = text.split('"id": "')[1].split('"')[0]
         assert len(first) == 9 and first.isalnum() and f'"call_id": "{first}"' in text
@@ -269,9 +258,8 @@ def test_tools_of_other_types_are_left_out(url, path, caplog):
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-left-out"] == f"tool {other['type']}"
         assert f"left out of a request: tool {other['type']}\n" in caplog.text
-        used, alone = (
-            one.json()["usage"].get("prompt_tokens") or one.json()["usage"]["input_tokens"] for one in (answer, want)
-        )
+        usages = (one.json()["usage"] for one in (answer, want))
+        used, alone = (usage.get("prompt_tokens") or usage["input_tokens"] for usage in usages)
         assert used == alone or path == "messages", "cached tokens are no input there"
     left = post(url, path, **given, tools=[{"type": "a\r\nx-evil: 1"}]).headers
     assert "x-evil" not in left and left["x-left-out"] == "tool a??x-evil: 1"
@@ -283,14 +271,13 @@ def test_tools_of_other_types_are_left_out(url, path, caplog):
 ])  # fmt: skip
 def test_a_forced_tool_of_another_type_is_refused(choice):
     tools = [NOW, *OTHERS]
-    with pytest.raises(ValueError, match="tool_choice names '.*', which is of a type that is not supported"):
-        ChatBody.model_validate({"messages": [ASK], "tools": tools, "tool_choice": choice})
-    with pytest.raises(ValueError, match="tool_choice needs tools"):
-        ChatBody.model_validate({"messages": [ASK], "tools": OTHERS, "tool_choice": "required"})
-    with pytest.raises(ValueError, match="not supported"):
-        CountBody.model_validate(
-            {"messages": [ASK], "tools": OTHERS[5:6], "tool_choice": {"type": "tool", "name": "web_search"}}
-        )
+    for kind, given, chosen, words in (
+        (ChatBody, tools, choice, "tool_choice names '.*', which is of a type that is not supported"),
+        (ChatBody, OTHERS, "required", "tool_choice needs tools"),
+        (CountBody, OTHERS[5:6], {"type": "tool", "name": "web_search"}, "not supported"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            kind.model_validate({"messages": [ASK], "tools": given, "tool_choice": chosen})
     some = [{"type": "function", "name": "now"}, {"type": "web_search"}]
     named = {"type": "allowed_tools", "mode": "required", "tools": some}
     assert ChatBody.model_validate({"messages": [ASK], "tools": tools, "tool_choice": named}).called == ["now"]

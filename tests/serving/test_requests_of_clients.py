@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
-import strict_templates
 from http_bodies import bearer
 from read_texts import parts
-from served import LIMITS, serving
+from served import LIMITS, serving, stopped
+from strict_templates import tokenizer_of
 
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving.anthropic_routes import MessagesBody
@@ -33,15 +32,8 @@ def test_all_seven_clients_are_here():
     assert all(len(client["requests"]) > 1 for client in CLIENTS.values())
 
 
-def tokenizer_of(template: str):
-    """A tokenizer with a strict template."""
-    made = deepcopy(parts()[1])
-    made.chat_template = getattr(strict_templates, template)
-    return made
-
-
 def prompt(path: str, body: dict, tokenizer) -> tuple[str, int]:
-    """The prompt of a body, and its tokens."""
+    """The prompt_of of a body, and its tokens."""
     (ids,) = BODIES[path].model_validate(body).ids(tokenizer, None)
     return tokenizer.decode(ids), len(ids)
 
@@ -61,7 +53,7 @@ def test_each_text_is_in_the_prompt_once(client, template):
         text, _ = prompt(recorded["path"], body, tokenizer)
         assert {sign: len(re.findall(rf"{sign}\b", text)) for sign in signs} == dict.fromkeys(signs, 1), text
     first, second = (prompt(recorded["path"], body, tokenizer)[0] for body in recorded["requests"][:2])
-    if template != "MISTRAL":  # whose template moves the system prompt to the last question
+    if template != "MISTRAL":  # whose template moves the system prompt_of to the last question
         assert second.startswith(first[: first.index(signs_of(recorded["requests"][0])[-1])])
 
 
@@ -70,13 +62,12 @@ def server(request):
     """A server of a strict template, and its tokenizer."""
     tokenizer = tokenizer_of(request.param)
     settings = RunSettings(budget=1500, chunk=256, stabilizers=4, local_len=5)
-    sizes = dict(piece=256, sessions=4, queue=6)
-    engine = EngineThread(parts()[0], tokenizer, settings, parse_policy("streaming"), None, **sizes)
-    try:
-        with serving(engine, replace(LIMITS, answer_tokens=4), defaults={"temperature": 0.0}) as url:
-            yield url, tokenizer
-    finally:
-        engine.stop()
+    made = EngineThread(
+        parts()[0], tokenizer, settings, parse_policy("streaming"), None, piece=256, sessions=4, queue=6
+    )
+    limits = replace(LIMITS, answer_tokens=4)
+    with stopped(made) as engine, serving(engine, limits, defaults={"temperature": 0.0}) as url:
+        yield url, tokenizer
 
 
 def said(value: object) -> str:

@@ -123,9 +123,8 @@ def test_a_proxy_passes_its_public_name(unlocked, keyed):
     """As nginx does with ``proxy_set_header Host $http_host``; without keys the server must know the name."""
     for host in ("chat.example.org", "[fd00:0::1]:80"):
         page = {"host": host, "origin": f"https://{host}"}
-        answer = httpx.post(
-            f"{unlocked}/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=page, timeout=300
-        )
+        asked = {"prompt": "a", "max_tokens": 1}
+        answer = httpx.post(f"{unlocked}/v1/completions", json=asked, headers=page, timeout=300)
         assert answer.status_code == 200, answer.text
     other = {"host": "other.example.org"}
     answer = httpx.get(f"{unlocked}/v1/models", headers=other)
@@ -136,11 +135,8 @@ def test_a_proxy_passes_its_public_name(unlocked, keyed):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_answers_that_run_are_finished_before_it_stops(commands, files, keyed, unlocked, number):
     command, url = (commands[0], keyed) if number is signal.SIGINT else (commands[1], unlocked)
-    messages = [
-        *MESSAGES,
-        {"role": "assistant", "content": "Boats."},
-        {"role": "user", "content": "When?"},
-    ]  # not yet asked
+    # Not yet asked.
+    messages = [*MESSAGES, {"role": "assistant", "content": "Boats."}, {"role": "user", "content": "When?"}]
     body = {"messages": messages, "temperature": 0, "max_tokens": LONG, "stream": True}
     headers = {"authorization": f"Bearer {KEY}"}
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=300) as answer:

@@ -22,11 +22,8 @@ def test_an_answer_whole_and_streamed(client):
     assert whole.choices[0].message.content == expected(messages)
     assert whole.choices[0].finish_reason == "length" and whole.usage.completion_tokens == 8
     assert whole.usage.locret["evictions"] > 0 and whole.usage.locret["kept_rows"] <= 96 + 32
-    with client.chat.completions.create(
-        model="tiny", messages=messages, temperature=0, max_completion_tokens=8, stream=True,
-        stream_options={"include_usage": True},
-    ) as events:  # fmt: skip
-        seen = list(events)
+    asked = dict(model="tiny", messages=messages, temperature=0, max_completion_tokens=8)
+    seen = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     text = "".join(event.choices[0].delta.content or "" for event in seen if event.choices)
     assert text == expected(messages) and seen[0].choices[0].delta.role == "assistant"
     assert seen[-1].usage.completion_tokens == 8 and seen[-2].choices[0].finish_reason == "length"
@@ -48,16 +45,13 @@ def test_a_field_of_the_other_kind_is_unknown(url, value):
 
 def test_a_request_asks_for_less_and_for_a_policy_that_is_allowed(client):
     messages = user(text_of(80))
-    answer = client.chat.completions.create(
-        model="tiny", messages=messages, temperature=0, max_tokens=8, extra_body={"budget": 48, "policy": "h2o"}
-    )
+    asked = dict(model="tiny", messages=messages, temperature=0, max_tokens=8)
+    answer = client.chat.completions.create(**asked, extra_body={"budget": 48, "policy": "h2o"})
     assert answer.choices[0].message.content == expected(messages, "h2o", 48)
-    for body, words in (
-        ({"budget": 97}, "budget=97 must be at most 96"),
-        ({"policy": "tova"}, "policy='tova' is not allowed here; allowed: h2o"),
-    ):
+    allowed = "policy='tova' is not allowed here; allowed: h2o"
+    for body, words in (({"budget": 97}, "budget=97 must be at most 96"), ({"policy": "tova"}, allowed)):
         with pytest.raises(openai.BadRequestError, match=words):
-            client.chat.completions.create(model="tiny", messages=messages, max_tokens=2, extra_body=body)
+            client.chat.completions.create(**asked, extra_body=body)
 
 
 def test_a_conversation_is_not_read_again(client):
@@ -97,15 +91,13 @@ def test_many_at_once_are_each_right(url):
         assert answer.json()["choices"][0]["message"]["content"] == expected(messages)
 
 
-def test_a_document_is_read_once_and_belongs_to_its_owner(url, client):
+def test_a_document_is_read_once_and_belongs_to_its_owner(url):
     text = text_of(260)
     made = shown = uploaded(url, "book.txt", text.encode())
     assert shown["status"] == "ready" and shown["title"] == "book.txt" and shown["total_tokens"] > 500
-    answer = client.chat.completions.create(
-        model="tiny", messages=user("Who came in?"), temperature=0, max_tokens=8, extra_body={"document_id": made["id"]}
-    )
-    assert answer.choices[0].message.content == expected(user(f"{text}\n\nWho came in?"))
-    assert answer.usage.prompt_tokens_details.cached_tokens > 400
+    answer = chat(url, user("Who came in?"), document_id=made["id"]).json()
+    assert answer["choices"][0]["message"]["content"] == expected(user(f"{text}\n\nWho came in?"))
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 400
     other = bearer(KEYS[1])
     assert httpx.get(f"{url}/v1/documents", headers=other).json()["data"] == []
     for call in (httpx.get, httpx.delete):
@@ -165,10 +157,8 @@ def test_what_is_kept_of_a_document_page_by_page(url):
     made = uploaded(url, "book.txt", text.encode())
     address = f"{url}/v1/documents/{made['id']}/kept"
     first = httpx.get(address, params={"limit": 70}, headers=bearer()).json()
-    pages = [
-        httpx.get(address, params={"start": start, "limit": 70}, headers=bearer()).json()
-        for start in range(0, first["total_tokens"], 70)
-    ]
+    asked = ({"start": start, "limit": 70} for start in range(0, first["total_tokens"], 70))
+    pages = [httpx.get(address, params=one, headers=bearer()).json() for one in asked]
     assert pages[0] == first and len(first["texts"]) == 70
     assert "".join(text for page in pages for text in page["texts"]) == f"<|im_start|>user\n{text}"
     model, tokenizer, heads = parts("llama")

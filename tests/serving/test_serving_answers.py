@@ -62,10 +62,9 @@ def test_stop_texts_over_http_are_not_cancelled(client, engine):
     messages = user(text_of(40))
     whole = expected(messages, max_new_tokens=16)
     before = engine.counters.cancelled
+    asked = dict(model="tiny", messages=messages, temperature=0, max_tokens=16, stop=whole[4:6])
     for stream in (False, True):
-        answer = client.chat.completions.create(
-            model="tiny", messages=messages, temperature=0, max_tokens=16, stop=whole[4:6], stream=stream
-        )
+        answer = client.chat.completions.create(**asked, stream=stream)
         events = answer if stream else [answer]
         said = "".join((one.choices[0].delta if stream else one.choices[0].message).content or "" for one in events)
         assert said == whole[: whole.index(whole[4:6])]
@@ -177,18 +176,16 @@ def test_equal_beginnings_are_read_once(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(loop, "logits_after", lambda *given: read.append(given[2].shape[1]) or forward(*given))
         requests = [ask(engine, "anna", ids, shared_tokens=200) for ids in prompts]
-    assert [tokenizer.decode(request.sequence.tokens, skip_special_tokens=True) for request in requests] == [
-        alone(ids, max_new_tokens=4) for ids in prompts
-    ]
+    said = [tokenizer.decode(request.sequence.tokens, skip_special_tokens=True) for request in requests]
+    assert said == [alone(ids, max_new_tokens=4) for ids in prompts]
     tail = SETTINGS.local_len
     assert [request.cached_tokens for request in requests] == [0, 200 - tail, 200 - tail]
     decoded = sum(max(0, len(request.sequence.tokens) - 1) for request in requests)
     assert sum(read) - decoded <= 200 - tail + sum(len(ids) - 200 + tail for ids in prompts)
     other = ask(engine, "bert", prompts[1] + random_ids(9, 9), shared_tokens=200)
     assert other.cached_tokens == 0
-    assert (
-        engine.figures["beginnings"] == 1 and engine.figures["sessions_in_use"] <= 2
-    )  # bert's is in the place of anna's
+    # Bert's is in the place of Anna's.
+    assert engine.figures["beginnings"] == 1 and engine.figures["sessions_in_use"] <= 2
     engine.stop()
 
 
@@ -254,11 +251,8 @@ def test_saved_caches_that_do_not_fit_are_refused_with_their_sentence(url, tmp_p
     model, tokenizer, heads = parts("llama")
     path = tmp_path / "a.locret"
     larger = RunSettings(**{**vars(SETTINGS), "budget": 128})
-    for settings, policy, words in (
-        (larger, "locret", "budget=128 must be at most 96"),
-        (SETTINGS, "streaming", "policy='streaming' is not allowed here"),
-        (SETTINGS, "locret", "is damaged"),
-    ):
+    own = (SETTINGS, "streaming", "policy='streaming' is not allowed here"), (SETTINGS, "locret", "is damaged")
+    for settings, policy, words in ((larger, "locret", "budget=128 must be at most 96"), *own):
         Document.read(model, tokenizer, text_of(200), settings, policy, heads).save(path)
         data = path.read_bytes()
         flipped = data[:-100] + bytes([data[-100] ^ 1]) + data[-99:]
@@ -273,17 +267,15 @@ def test_saved_caches_that_do_not_fit_are_refused_with_their_sentence(url, tmp_p
 def test_the_plan_says_the_bytes_that_are_allocated():
     model, tokenizer, heads = parts("llama")
     model, heads = type(model)(model.config).float(), type(heads)(heads.config).float()
-    engine = EngineThread(
-        model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=3, piece=64, shared_prefixes=2
-    )
+    sizes = dict(sessions=3, piece=64, shared_prefixes=2)
+    engine = EngineThread(model, tokenizer, SETTINGS, parse_policy("locret"), heads, **sizes)
     for number in range(3):
         ids = random_ids(150, number)
         ask(engine, "anna", ids, shared_tokens=100 if number < 2 else 0)
     document = Document.read(model, tokenizer, text_of(150), SETTINGS, "locret", heads)
     caches = [one.cache for held in (engine._parked.parked, engine._admission.prefixes) for one in held.values()]
-    planned = Caches.of(
-        spec_of(model.config), Setting(4000, SETTINGS, dtype="float32"), [parse_policy("locret")], 3, 1, 2
-    )
+    setting = Setting(4000, SETTINGS, dtype="float32")
+    planned = Caches.of(spec_of(model.config), setting, [parse_policy("locret")], 3, 1, 2)
     assert len(caches) == 5
     assert planned.bytes == sum(cache.nbytes for cache in (*caches, document.cache))
     assert str(planned).endswith(show(planned.bytes))

@@ -124,9 +124,8 @@ def test_a_document_is_read_asked_and_shown(tab, url, engine, tmp_path):
     assert tab.said == []
     tab.click("#documents li:last-child .delete")
     tab.wait("document.querySelectorAll('#documents li').length === 1")
-    assert (
-        httpx.get(f"{url}/v1/documents", headers=bearer()).json()["data"] == [] and tab.text("#title") == "No document"
-    )
+    assert httpx.get(f"{url}/v1/documents", headers=bearer()).json()["data"] == []
+    assert tab.text("#title") == "No document"
     tab.evaluate("document.querySelector('#budget').value = ''")
     (tmp_path / "short.txt").write_text("Hi.")
     tab.choose("#file", tmp_path / "short.txt")
@@ -162,10 +161,8 @@ def test_a_thought_is_folded(tab, url, engine, monkeypatch):
     opened(tab, url)
     tab.evaluate(f"document.querySelector('#max').value = {len(ids)}")
     ask(tab, "How deep?")
-    assert (
-        tab.text(".turn.assistant .content") == "It is 7 m."
-        and tab.text(".thought summary") == "Thought \u00b7 4 words"
-    )
+    assert tab.text(".turn.assistant .content") == "It is 7 m."
+    assert tab.text(".thought summary") == "Thought \u00b7 4 words"
     assert not tab.evaluate("document.querySelector('.thought').open")
     tab.click(".thought summary")
     assert tab.text(".thought div") == "The rope is wet."

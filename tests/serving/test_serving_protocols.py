@@ -37,12 +37,6 @@ def url(engine):
         yield address
 
 
-@pytest.fixture
-def claude(url):
-    with anthropic.Anthropic(base_url=url, api_key=KEYS[0], max_retries=0) as made:
-        yield made
-
-
 CONVERSATION = [
     {"role": "system", "content": "Be brief."}, *user("How deep?"),
     {"role": "assistant", "content": "I look.", "tool_calls": [{"id": "c1", "type": "function", "function": CALL}]},
@@ -214,11 +208,9 @@ def test_a_message(claude, url):
     assert [block.text for block in answer.content] == [expected(user("Who came in?"))]
     assert (answer.role, answer.model, answer.stop_reason) == ("assistant", "tiny", "max_tokens")
     usage = chat(url, user("Who came in?")).json()["usage"]
-    told = answer.usage
-    assert told.input_tokens + told.cache_read_input_tokens == usage["prompt_tokens"] and told.output_tokens == 8
-    assert (
-        claude.messages.count_tokens(model="any", messages=user("Who came in?")).input_tokens == usage["prompt_tokens"]
-    )
+    told, counted = answer.usage, claude.messages.count_tokens(model="any", messages=user("Who came in?"))
+    assert told.input_tokens + told.cache_read_input_tokens == usage["prompt_tokens"] == counted.input_tokens
+    assert told.output_tokens == 8
     with claude.messages.stream(**asked) as stream:
         kinds = [event.type for event in stream]
         assert stream.get_final_text() == answer.content[0].text

@@ -7,13 +7,12 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
-import anthropic
 import httpx
 import openai
 import pytest
 from families import ARGUMENTS, TEXT, THINKS, THOUGHT, TOOL, XML, XML_CALLS, chatml, family_tokenizer
 from http_bodies import NOW, bearer, chat, user
-from served import KEYS, LIMITS, dictate, serving, with_template
+from served import LIMITS, dictate, serving, stopped, with_template
 from tiny_models import tiny_model
 
 from locret_kit.answers.forms import CALLS, answer_form
@@ -70,9 +69,8 @@ def test_chat_completions(client, dictated):
     (call,) = message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("depth", ARGUMENTS)
     thought = answer.usage.completion_tokens_details.reasoning_tokens
-    assert (
-        0 < thought - len(tokenizer(THOUGHT, add_special_tokens=False).input_ids) < 30
-    )  # the marks are in letters here
+    # The marks are in letters here.
+    assert 0 < thought - len(tokenizer(THOUGHT, add_special_tokens=False).input_ids) < 30
     deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == THOUGHT
     assert "".join(delta.content or "" for delta in deltas).strip() == TEXT
@@ -104,23 +102,21 @@ def test_responses(client, dictated):
     assert third.usage.input_tokens == prompt_tokens(tokenizer, TURNS)
 
 
-def test_messages(url, dictated):
+def test_messages(claude, dictated):
     tokens, tokenizer = dictated
-    with anthropic.Anthropic(base_url=url, api_key=KEYS[0], max_retries=0) as client:
-        tool = {"name": "depth", "input_schema": SCHEMA, "description": TOOL["function"]["description"]}
-        asked = dict(model="tiny", tools=[tool], max_tokens=tokens, extra_body={"temperature": 0})
-        with client.messages.stream(**asked, messages=user("How deep?")) as stream:
-            streamed = stream.get_final_message()
-        for message in (client.messages.create(**asked, messages=user("How deep?")), streamed):
-            thought, text, call = message.content
-            assert (thought.type, thought.thinking, text.text, call.input) == ("thinking", THOUGHT, TEXT, ARGUMENTS)
-            assert thought.signature and message.stop_reason == "tool_use"
-        result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "7 m"}]}
-        blocks = [block.model_dump(exclude_none=True) for block in streamed.content]
-        back = [*user("How deep?"), {"role": "assistant", "content": blocks}, result]
-        assert client.messages.count_tokens(model="tiny", tools=[tool], messages=back).input_tokens == prompt_tokens(
-            tokenizer, TURNS
-        )
+    tool = {"name": "depth", "input_schema": SCHEMA, "description": TOOL["function"]["description"]}
+    asked = dict(model="tiny", tools=[tool], max_tokens=tokens, extra_body={"temperature": 0})
+    with claude.messages.stream(**asked, messages=user("How deep?")) as stream:
+        streamed = stream.get_final_message()
+    for message in (claude.messages.create(**asked, messages=user("How deep?")), streamed):
+        thought, text, call = message.content
+        assert (thought.type, thought.thinking, text.text, call.input) == ("thinking", THOUGHT, TEXT, ARGUMENTS)
+        assert thought.signature and message.stop_reason == "tool_use"
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "7 m"}]}
+    blocks = [block.model_dump(exclude_none=True) for block in streamed.content]
+    back = [*user("How deep?"), {"role": "assistant", "content": blocks}, result]
+    counted = claude.messages.count_tokens(model="tiny", tools=[tool], messages=back).input_tokens
+    assert counted == prompt_tokens(tokenizer, TURNS)
 
 
 @WRITTEN
@@ -171,7 +167,7 @@ def test_a_thought_alone_is_no_beginning_of_the_same_request(url, dictated):
 
 
 @WRITTEN
-def test_stop_texts_end_the_text_alone(url, client, dictated):
+def test_stop_texts_end_the_text_alone(claude, client, dictated):
     """Not the thought and not a call's arguments, which have them too."""
     tokens, _ = dictated
     asked = dict(model="tiny", messages=user("How deep?"), tools=[TOOL], max_tokens=tokens, temperature=0)
@@ -183,13 +179,10 @@ def test_stop_texts_end_the_text_alone(url, client, dictated):
     assert json.loads(choice.message.tool_calls[0].function.arguments) == ARGUMENTS
     deltas = [one.choices[0].delta for one in client.chat.completions.create(**asked, stop="2 <", stream=True)]
     assert "".join(delta.content or "" for delta in deltas) == TEXT.partition("2 <")[0]
-    with anthropic.Anthropic(base_url=url, api_key=KEYS[0], max_retries=0) as client:
-        made = client.messages.create(
-            model="tiny", max_tokens=tokens, messages=user("How deep?"), stop_sequences=["harbour", "look"],
-            extra_body={"temperature": 0},
-        )  # fmt: skip
-        assert [block.type for block in made.content] == ["thinking", "text"] and made.content[0].thinking == THOUGHT
-        assert (made.stop_reason, made.stop_sequence, made.content[1].text.strip()) == ("stop_sequence", "look", "I")
+    asked = dict(model="tiny", max_tokens=tokens, messages=user("How deep?"), extra_body={"temperature": 0})
+    made = claude.messages.create(**asked, stop_sequences=["harbour", "look"])
+    assert [block.type for block in made.content] == ["thinking", "text"] and made.content[0].thinking == THOUGHT
+    assert (made.stop_reason, made.stop_sequence, made.content[1].text.strip()) == ("stop_sequence", "look", "I")
 
 
 PLACED = (
@@ -219,15 +212,12 @@ def test_a_beginning_with_a_thought_goes_on_in_the_same_turn(engine, template, l
 
 def test_a_thought_that_a_template_has_no_place_for(url):
     """It is left out of an answer; one without an answer at the end is refused."""
-    asked = {"model": "tiny", "max_tokens": 1}
-    headers = {"authorization": f"Bearer {KEYS[0]}"}
-    post = partial(httpx.post, f"{url}/v1/chat/completions", headers=headers, timeout=300)
     turns = [*user("a"), {"role": "assistant", "content": "b"}, *user("c")]
-    plain = post(json=asked | {"messages": turns}).json()
+    plain = chat(url, turns, max_tokens=1).json()["usage"]["prompt_tokens"]
     turns[1] |= {"reasoning_content": "hm"}
-    assert post(json=asked | {"messages": turns}).json()["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+    assert chat(url, turns, max_tokens=1).json()["usage"]["prompt_tokens"] == plain
     turns[1] |= {"content": None}
-    refused = post(json=asked | {"messages": turns[:2]})
+    refused = chat(url, turns[:2], max_tokens=1)
     said = refused.json()["error"]["message"]
     assert refused.status_code == 400 and "messages.1 (assistant): the chat template has no place" in said
 
@@ -252,9 +242,8 @@ def test_a_call_that_the_bound_cuts(client, engine, monkeypatch, caplog):
         assert (whole.message.content, whole.message.tool_calls, whole.finish_reason) == ("Yes.", None, "length")
         warning = whole.model_extra.get("warning", "")
         assert warning.startswith(f"max_tokens={len(ids)} ended the answer before") == (choice == "required"), warning
-        assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [warning] * bool(
-            warning
-        )
+        said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert said == [warning] * bool(warning)
     chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
     parts = [part.function.arguments for chunk in chunks for part in chunk.delta.tool_calls or []]
     assert "".join(parts) == '{"place": "nor' and len(parts) > 2 and chunks[-1].finish_reason == "length"
@@ -287,16 +276,13 @@ def test_a_budget_that_ends_within_a_character():
     """A random model writes half of a character at many a budget; its thought is closed there, and the call follows."""
     tokenizer = family_tokenizer("qwen3.5")
     model, settings = tiny_model("llama", vocab_size=len(tokenizer)), RunSettings(budget=256, chunk=64, local_len=5)
-    engine = EngineThread(model, tokenizer, settings, parse_policy("streaming"), None, sessions=2)
+    made = EngineThread(model, tokenizer, settings, parse_policy("streaming"), None, sessions=2)
     asked = {"tools": [NOW], "tool_choice": "required", "max_tokens": 200, "temperature": 1}
-    try:
-        with serving(engine, replace(LIMITS, answer_tokens=300)) as url:
-            for seed in range(8):
-                thinking = {"type": "enabled", "budget_tokens": 4 + seed % 4}
-                (choice,) = chat(url, user("How?"), **asked, seed=seed, thinking=thinking).json()["choices"]
-                assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["now"]
-    finally:
-        engine.stop()
+    with stopped(made) as engine, serving(engine, replace(LIMITS, answer_tokens=300)) as url:
+        for seed in range(8):
+            thinking = {"type": "enabled", "budget_tokens": 4 + seed % 4}
+            (choice,) = chat(url, user("How?"), **asked, seed=seed, thinking=thinking).json()["choices"]
+            assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["now"]
 
 
 def test_without_max_tokens_a_thought_has_a_bound_of_its_own(engine, monkeypatch):
@@ -319,5 +305,5 @@ def test_more_tokens_than_served_are_refused_where_that_is_asked_for(engine):
             answer = chat(url, user("How deep?"), max_tokens=wanted)
             assert answer.status_code == 200 and answer.headers["x-max-tokens"] == "3"
         answer = chat(url, user("How deep?"), max_tokens=32000)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["message"] == "max_tokens=32000 must be at most 3"
+        said = answer.json()["error"]["message"]
+        assert (answer.status_code, said) == (400, "max_tokens=32000 must be at most 3")

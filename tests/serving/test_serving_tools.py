@@ -7,7 +7,6 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
-import anthropic
 import httpx
 import pytest
 from http_bodies import CHAT_TOOL, NOW, user
@@ -33,7 +32,7 @@ def url(engine):
 NOW = '<tool_call>{"name": "now"}</tool_call>'
 
 
-def test_texts_and_calls_by_turns(url, client, monkeypatch):
+def test_texts_and_calls_by_turns(claude, client, monkeypatch):
     """By the protocols that tell an answer block by block: whole, by its events, and by the last of them."""
     asked = {"model": "tiny", "extra_body": {"temperature": 0}}
     tokens = len(dictate(monkeypatch, parts("llama")[1], f"I look. {NOW} {NOW} and then\n{NOW}  "))
@@ -45,13 +44,11 @@ def test_texts_and_calls_by_turns(url, client, monkeypatch):
     for items in (whole.output, done, seen[-1].response.output):
         assert [item.name if item.type == "function_call" else item.content[0].text for item in items] == want
     assert "".join(event.delta for event in seen if event.type.endswith("text.delta")) == "I look. and then"
-    with anthropic.Anthropic(base_url=url, api_key=KEYS[0], max_retries=0) as claude:
-        asked |= {"messages": user("a"), "tools": [{"name": "now", "input_schema": {"type": "object"}}]}
-        asked["max_tokens"] = tokens
-        with claude.messages.stream(**asked) as stream:
-            streamed = stream.get_final_message()
-        for message in (claude.messages.create(**asked), streamed):
-            assert [block.name if block.type == "tool_use" else block.text for block in message.content] == want
+    asked |= {"messages": user("a"), "tools": [{"name": "now", "input_schema": {"type": "object"}}]}
+    with claude.messages.stream(**asked, max_tokens=tokens) as stream:
+        streamed = stream.get_final_message()
+    for message in (claude.messages.create(**asked, max_tokens=tokens), streamed):
+        assert [block.name if block.type == "tool_use" else block.text for block in message.content] == want
 
 
 def test_an_answer_ends_with_its_first_call_where_calls_are_not_parallel(url, client, monkeypatch):

@@ -48,11 +48,17 @@ def new_engine(kind: type[EngineThread] = EngineThread, settings: RunSettings = 
 @contextmanager
 def running_engine(kind: type[EngineThread] = EngineThread, **sizes: Any) -> Iterator[EngineThread]:
     """An engine, of four sessions where nothing else is said."""
-    made = new_engine(kind, **{"sessions": 4, "queue": 6, **sizes})
-    try:
+    with stopped(new_engine(kind, **{"sessions": 4, "queue": 6, **sizes})) as made:
         yield made
+
+
+@contextmanager
+def stopped(engine: EngineThread) -> Iterator[EngineThread]:
+    """An engine that is stopped at the end."""
+    try:
+        yield engine
     finally:
-        made.stop()
+        engine.stop()
 
 
 class Dictated:

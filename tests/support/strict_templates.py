@@ -1,5 +1,9 @@
 """Chat templates that refuse or lose what others take, in small: they behave as the published ones of these families do."""
 
+from copy import deepcopy
+
+from read_texts import parts
+
 MISTRAL = (
     "{%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}{%- set turns = messages[1:] %}"
     "{%- else %}{%- set turns = messages %}{%- endif %}{%- set ns = namespace(index=0) %}"
@@ -84,3 +88,10 @@ DEEPSEEK = (
     "{%- endif %}{%- endfor %}"
 )
 """Arguments are texts, and of several system messages the last alone is shown."""
+
+
+def tokenizer_of(template: str):
+    """A tokenizer with a template, by its name among these or as it is."""
+    made = deepcopy(parts()[1])
+    made.chat_template = globals().get(template, template)
+    return made

@@ -48,7 +48,7 @@ def reader(form: str, tools, **given) -> Reader:
 
 
 def read(reader: Reader, text: str, **end) -> tuple[str, list[Call]]:
-    """An answer that comes in characters. ``tests/answers/test_fuzz.py``: it is the same in all other pieces."""
+    """An answer that comes in characters. ``tests/answers/test_families.py``: it is the same in all other pieces."""
     events = [event for letter in text for event in reader.feed(letter)] + reader.end(**end)
     for call in reader.calls:
         assert call.arguments == "".join(one.text for one in events if one.kind == "arguments" and one.call is call)

@@ -117,12 +117,9 @@ def test_a_missing_file(tmp_path):
         read_document(tmp_path / "none.pdf")
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.html", "a.pdf", "a.docx", "a.epub", "stdin"])
-def test_empty_documents(name):
-    assert refusal(b"", name) == " is empty"
-
-
-def test_blank_documents():
+def test_empty_and_blank_documents():
+    for name in ("a.txt", "a.md", "a.html", "a.pdf", "a.docx", "a.epub", "stdin"):
+        assert refusal(b"", name) == " is empty"
     for data, name in ((b" \n\t", "a.txt"), (b"<p> <script>x</script></p>", "a.html")):
         assert refusal(data, name).startswith(" has no text")
 
@@ -280,9 +277,8 @@ def test_a_pdf_from_stdin_or_without_an_ending_is_converted(monkeypatch, tmp_pat
     """As a shell gives it: `locret-infer < book.pdf`."""
     data = pdf([prose(3, 4)])
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-    assert "".join(text_of(None)) == read_stream(io.BytesIO(data), "book.pdf")
     (tmp_path / "book").write_bytes(data)
-    assert "".join(text_of(str(tmp_path / "book"))) == read_stream(io.BytesIO(data), "book.pdf")
+    assert "".join(text_of(None)) == "".join(text_of(str(tmp_path / "book"))) == read(data, "book.pdf")
     (tmp_path / "book.txt").write_bytes(data)
     with pytest.raises(ValueError, match=r"book\.txt is a \.pdf file by its content: rename it to book\.pdf"):
         list(text_of(str(tmp_path / "book.txt")))
@@ -374,10 +370,7 @@ def test_a_file_is_looked_at_before_torch_is_imported(tmp_path):
         (["chat", "scan.pdf", *heads], "run OCR"),
         (["infer", "--batch", "none.jsonl", "-o", "out.jsonl", *heads], "No such file"),
         (["infer", "--batch", "prompts.jsonl", "-o", "out.jsonl", *heads], "holds no prompts"),
-        *(
-            (words, "no saved cache")
-            for words in (["ask", "a.locret", "x"], ["kept", "a.locret"], ["chat", "a.locret"])
-        ),
+        *(([command, "a.locret", *more], "no saved cache") for command, *more in (("ask", "x"), ("kept",), ("chat",))),
         (["read", "scan.pdf", "-o", "a.locret", "--append"], "no saved cache"),
     ]
     lines, code = "\n".join("\t".join(words) for words, _ in cases), [sys.executable, "-c", LOOKED]

@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_LOGGING_LEVEL="ERROR",
@@ -14,3 +16,12 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
 )
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory):
+    """A folder with a tiny model whose window is 4,096 tokens."""
+    import tiny  # within the environment above
+
+    tiny.make(folder := tmp_path_factory.mktemp("llama"), "llama")
+    return folder

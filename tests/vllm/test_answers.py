@@ -55,9 +55,7 @@ def test_what_is_recorded(name):
     assert parsed(name) == json.loads(FILE.read_text(encoding="utf-8"))[name]
 
 
-if __name__ == "__main__" and os.environ.get(
-    "RECORD"
-):  # RECORD=1 python tests/vllm/test_answers.py writes the file anew
-    FILE.write_text(
-        json.dumps({name: parsed(name) for name in FAMILIES}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+if __name__ == "__main__" and os.environ.get("RECORD"):
+    # RECORD=1 python tests/vllm/test_answers.py writes the file anew.
+    said = json.dumps({name: parsed(name) for name in FAMILIES}, indent=1, ensure_ascii=False)
+    FILE.write_text(f"{said}\n", encoding="utf-8")

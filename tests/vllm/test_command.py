@@ -26,12 +26,9 @@ def forgotten():
 
 
 @pytest.mark.parametrize(("given", "dtype"), [([], "float32"), (["--dtype", "bfloat16"], "bfloat16")])
-def test_a_processor_without_bfloat16_serves_in_float32_unless_told_otherwise(
-    tmp_path, monkeypatch, capsys, given, dtype
-):
-    tiny.make(tmp_path, "llama")
+def test_a_processor_without_bfloat16_serves_in_float32_unless_told_otherwise(llama, monkeypatch, capsys, given, dtype):
     monkeypatch.setattr(precision, "lacks_bfloat16", lambda: True)
-    args = read(VLLM, ["--model", str(tmp_path), "--budget", "64", "--chunk", "32", "--sessions", "2"])
+    args = read(VLLM, ["--model", str(llama), "--budget", "64", "--chunk", "32", "--sessions", "2"])
     server, model = served_by(args)
     options = make_arg_parser(FlexibleArgumentParser()).parse_args([*given, "--model", model])
     page = settle(options, server, args.sessions, given)
@@ -43,37 +40,29 @@ def test_a_processor_without_bfloat16_serves_in_float32_unless_told_otherwise(
     assert options.kv_cache_memory_bytes == 3 * page
 
 
-def test_plain_vllm_is_warned_of_bfloat16_that_the_processor_lacks(tmp_path, monkeypatch, caplog):
-    tiny.make(tmp_path, "llama")
+def test_plain_vllm_is_warned_of_bfloat16_that_the_processor_lacks(llama, monkeypatch, caplog):
     monkeypatch.setattr(stand_in, "lacks_bfloat16", lambda: True)
     for dtype, warned in (("bfloat16", True), ("float32", False)):
         caplog.clear()
-        with tiny.started(tmp_path, {"budget": 64, "chunk": 32, "policy": "knorm"}, dtype=dtype):
+        with tiny.started(llama, {"budget": 64, "chunk": 32, "policy": "knorm"}, dtype=dtype):
             assert ("--dtype float32 is faster" in caplog.text) == warned
 
 
-def test_without_heads_the_policy_is_the_kits_or_the_nearest_that_a_page_holds(tmp_path, caplog):
-    tiny.make(tmp_path, "llama")
+def test_without_heads_the_policy_is_the_kits_or_the_nearest_that_a_page_holds(llama, caplog):
     with caplog.at_level(logging.WARNING):
-        server, _ = served_by(read(VLLM, ["--model", str(tmp_path), "--budget", "64", "--chunk", "32"]))
+        server, _ = served_by(read(VLLM, ["--model", str(llama), "--budget", "64", "--chunk", "32"]))
         assert server.default == server.section.policy == "snapkv"
         assert caplog.messages == [
             "warning: policy='compactor': with vLLM a request has a page alone, and its score remembers more; so it is snapkv"
         ]
         assert ServerSettings(VllmSettings(budget=64, chunk=32)).default == "snapkv"
-        assert served_by(read(VLLM, ["--model", str(tmp_path), "--policy", "streaming"]))[0].default == "streaming"
+        assert served_by(read(VLLM, ["--model", str(llama), "--policy", "streaming"]))[0].default == "streaming"
     assert len(caplog.messages) == 2
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    """A model whose window is 4,096 tokens, in a folder."""
-    tiny.make(folder := tmp_path_factory.mktemp("llama"), "llama")
-    return str(folder)
-
-
-def settled(*words: str):
+def settled(llama, *more: str):
     """The options of vLLM, as the command sets them."""
+    words = ["--model", str(llama), *more]
     args = read(VLLM, [word for word in words if not word.startswith("--max-model-len")])
     server, model = served_by(args)
     theirs = [word for word in words if word.startswith("--max-model-len")]
@@ -108,20 +97,19 @@ def test_a_model_that_nobody_runs_is_refused_in_a_sentence(tmp_path, name, archi
 )
 def test_a_cache_beyond_the_window_is_refused(llama, words, reach):
     with pytest.raises(ValueError, match=f"^max_model_len=131072: .* reach {reach} positions, .* window has 4096$"):
-        settled("--model", llama, *words, "--max-model-len=131072")
+        settled(llama, *words, "--max-model-len=131072")
 
 
 @pytest.mark.parametrize("positions", ["compact", "clipped(4096)", "clipped"])
 def test_a_cache_within_the_window_reads_any_length(llama, positions):
-    words = ("--model", llama, "--budget", "3072", "--chunk", "1024", "--positions", positions)
+    words = (llama, "--budget", "3072", "--chunk", "1024", "--positions", positions)
     assert settled(*words, "--max-model-len=131072").hf_overrides == {"max_position_embeddings": 131072}
     assert not settled(*words, "--max-model-len=4096").hf_overrides
 
 
 def test_true_positions_stay_within_the_window(llama):
-    words = ("--model", llama, "--budget", "64", "--chunk", "32", "--positions", "original")
     with pytest.raises(ValueError, match=r"max_model_len \(131072\) is greater than the derived"):
-        settled(*words, "--max-model-len=131072")
+        settled(llama, "--budget", "64", "--chunk", "32", "--positions", "original", "--max-model-len=131072")
 
 
 @pytest.mark.parametrize(
@@ -136,6 +124,6 @@ def test_true_positions_stay_within_the_window(llama):
     ],
 )
 def test_what_cannot_start_is_refused_in_a_sentence(llama, words, said, capsys):
-    assert main(["--model", llama, "--budget", "64", "--chunk", "32", *words]) == 1
+    assert main(["--model", str(llama), "--budget", "64", "--chunk", "32", *words]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("locret-vllm: ") and said in last

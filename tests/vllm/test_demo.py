@@ -61,11 +61,8 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     settings = RunSettings.of(SETTINGS).resolved({}, None)
     pages = Pages(page_bytes(config, settings, [parse_policy("streaming")], torch.float32), 2)
     section = {**SETTINGS, "policy": "streaming", "positions": "compact"}
-    more = {
-        "max_num_batched_tokens": 2048,
-        "max_model_len": 1 << 17,
-        "hf_overrides": {"max_position_embeddings": 1 << 17},
-    }
+    more = dict(max_num_batched_tokens=2048, max_model_len=1 << 17)
+    more["hf_overrides"] = {"max_position_embeddings": 1 << 17}
     with tiny.started(tmp_path, section, kv_cache_memory_bytes=pages.bytes, **more) as llm:
         assert sum(tensor.size for tensor in tiny.scheduler(llm).kv_cache_config.kv_cache_tensors) == pages.bytes
         resident = []

@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 import tiny
-from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from word_texts import word_tokenizer, words
@@ -30,8 +29,7 @@ def connector() -> KVTransferConfig:
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_prompt_that_begins_with_a_document_goes_on_from_its_page(tmp_path, ranks):
     """Alone and among strangers, whose pages are others, by each policy; of two processes each has the rows of its own heads."""
-    model = tiny.make(tmp_path / "model", "llama")
-    heads = tiny.make_heads(tmp_path / "heads", model, tmp_path / "model")
+    model, heads = tiny.make_both(tmp_path, "llama")
     (book,), (short, long) = tiny.prompts([400]), ([8001, 8002, 8003], range(8010, 8080))
     book, strangers = [i for i in book if i < 8000], tiny.prompts([300, 90])
     asked = [[*book, *short], [*book, *long]]
@@ -52,9 +50,7 @@ def test_a_prompt_that_begins_with_a_document_goes_on_from_its_page(tmp_path, ra
     with tiny.started(tmp_path / "model", section, **rest) as llm:
         shutil.rmtree(tmp_path / "library")  # a server has its documents open
         for policy in POLICIES:
-            params = SamplingParams(
-                temperature=0, max_tokens=24, ignore_eos=True, detokenize=False, extra_args={"policy": policy}
-            )
+            params = tiny.params(24, policy=policy)
             answers = llm.generate([{"prompt_token_ids": ids} for ids in (*asked, *strangers)], params, use_tqdm=False)
             assert [list(answer.outputs[0].token_ids) for answer in answers] == wanted[policy], policy
             assert [answer.num_cached_tokens for answer in answers] == [read[policy], read[policy], 0, 0]

@@ -53,8 +53,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_in_few_bits(form, tmp_path):
     quantised, dtype, config = FORMS[form]
-    model = tiny.make(tmp_path / "model", "wide")
-    heads, path = tiny.make_heads(tmp_path / "heads", model, tmp_path / "model"), tmp_path / "model/model.safetensors"
+    (_, heads), path = tiny.make_both(tmp_path, "wide"), tmp_path / "model/model.safetensors"
     weights: dict[str, Tensor] = {}
     for name, weight in load_file(path).items():
         weights |= quantised(name, weight) if "proj" in name else {name: weight}

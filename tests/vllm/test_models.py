@@ -26,11 +26,7 @@ FAMILIES = [
 @pytest.mark.parametrize(("positions", "policies"), SCHEMES)
 def test_every_policy(positions, policies, tmp_path):
     """Eight requests at once, of which each step takes 48 tokens."""
-    model = tiny.make(tmp_path / "model", "llama")
-    heads, settings = (
-        tiny.make_heads(tmp_path / "heads", model, tmp_path / "model"),
-        {**SETTINGS, "positions": positions},
-    )
+    (model, heads), settings = tiny.make_both(tmp_path, "llama"), {**SETTINGS, "positions": positions}
     section = {**settings, "heads": heads, "policy": policies[0], "policies": list(policies[1:])}
     ids = tiny.prompts()
     with tiny.started(tmp_path / "model", section) as llm:
@@ -42,8 +38,7 @@ def test_every_policy(positions, policies, tmp_path):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family(name, tmp_path):
-    model = tiny.make(tmp_path / "model", name)
-    heads = tiny.make_heads(tmp_path / "heads", model, tmp_path / "model")
+    model, heads = tiny.make_both(tmp_path, name)
     ids = tiny.prompts()
     for positions in ("compact", "original") if "longrope" in name else ("compact",):
         settings = {**SETTINGS, "positions": positions}
@@ -68,9 +63,8 @@ def test_states_of_layers_live_beside_the_pages(name, tmp_path):
     for budget, same in ((512, 4), (64, 2)):
         section = {**SETTINGS, "budget": budget, "positions": "original", "policy": "streaming"}
         with tiny.started(tmp_path, section, **more) as llm:
-            kinds = [
-                type(group.kv_cache_spec).__name__ for group in tiny.scheduler(llm).kv_cache_config.kv_cache_groups
-            ]
+            groups = tiny.scheduler(llm).kv_cache_config.kv_cache_groups
+            kinds = [type(group.kv_cache_spec).__name__ for group in groups]
             assert sorted(kinds) == ["BoundedSpec", "MambaSpec"]
             found = tiny.generate(llm, ids, 16)
             assert found[:same] == wanted[:same]

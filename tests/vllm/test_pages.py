@@ -8,14 +8,16 @@ import weakref
 import pytest
 import tiny
 import torch
-from vllm import SamplingParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from locret_kit import BoundedCache
+from locret_kit.backbones.spec import spec_of
+from locret_kit.backbones.stand_in import config_of_rank
 from locret_kit.cache.pages import page_bytes
+from locret_kit.engine import RetainingHeads
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings
-from locret_kit.vllm.pages import EnginePages
+from locret_kit.vllm.pages import EnginePages, Ranks
 from locret_kit.vllm.server_settings import Pages
 
 SETTINGS = dict(budget=64, chunk=32, stabilizers=8, local_len=16, positions="compact")
@@ -38,9 +40,8 @@ def test_planned_bytes_are_allocated_and_requests_wait_for_a_page(tmp_path):
         assert Pages.within(each, pages.bytes + each // 2) == pages
 
         engine = llm.llm_engine
-        params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
         for number, ids in enumerate(tiny.prompts([700] * 12)):
-            engine.add_request(str(number), {"prompt_token_ids": ids}, params)
+            engine.add_request(str(number), {"prompt_token_ids": ids}, tiny.params(200))
         for _ in range(120):
             engine.step()
         running = tiny.scheduler(llm).running
@@ -87,3 +88,33 @@ def test_an_engine_that_asks_for_nothing_is_vllms_own_and_with_room_for_all_toke
         section = {"budget": 256, "chunk": 64, "policy": "streaming", "positions": positions}
         with tiny.started(tmp_path / "model", section) as llm:
             assert tiny.generate(llm, ids, tokens) == stock
+
+
+# ---- retaining heads of a model whose heads are split over two processes; ``test_documents`` compares its tokens -----
+
+
+def test_a_head_that_is_split_gives_the_scores_of_the_whole(tmp_path):
+    """Each rank's sums are added by hand."""
+    model, heads = tiny.make_both(tmp_path, "llama")
+    whole = RetainingHeads.from_pretrained(heads)
+    draw = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, heads, 5, 16, generator=draw) for heads in (4, 2, 2))
+    sums: list[torch.Tensor] = []
+
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        sums.append(x.clone())
+        return x
+
+    mine = [(q[:, 2 * rank : 2 * rank + 2], k[:, rank : rank + 1], v[:, rank : rank + 1]) for rank in (0, 1)]
+    for rank in (0, 1):
+        Ranks(rank, 2, noted).heads(whole)[1](*mine[rank])
+    total = sums[0] + sums[1]
+    scores = [Ranks(rank, 2, lambda x: total).heads(whole)[1](*mine[rank]) for rank in (0, 1)]
+    torch.testing.assert_close(torch.cat(scores, 1), whole[1](q, k, v))
+    split = Ranks(1, 2, noted).heads(whole)
+    assert split.config.n_kv_heads == 1 and spec_of(model.config).n_kv_heads == 2
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="tensor_parallel_size=3 must divide the 2 key/value heads"):
+        config_of_rank(tiny.make(tmp_path, "llama").config, 3)

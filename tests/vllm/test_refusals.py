@@ -44,14 +44,12 @@ def test_what_a_server_cannot_have_is_refused(section, said):
         ServerSettings(build(VllmSettings, section))
 
 
-def test_a_budget_without_room_for_what_is_protected_is_refused_where_a_request_arrives(tmp_path):
+def test_a_budget_without_room_for_what_is_protected_is_refused_where_a_request_arrives(llama):
     """Whatever its length: a worker that raises would end the engine for everybody. What is taken runs."""
     server = ServerSettings(build(VllmSettings, {**SECTION, "protect": "first"}))
-    tiny.make(tmp_path, "llama")
-    worker = Worker.of(server, tiny.configuration(tmp_path, SECTION).model_config, torch.device("cpu"))
-    with pytest.raises(
-        ValueError, match="budget=20 must be above 20: 4 protected tokens and 16 stabilizers or tail tokens"
-    ):
+    worker = Worker.of(server, tiny.configuration(llama, SECTION).model_config, torch.device("cpu"))
+    said = "budget=20 must be above 20: 4 protected tokens and 16 stabilizers or tail tokens"
+    with pytest.raises(ValueError, match=said):
         server.request({"budget": 20}, 1)
     server.request({"budget": 21}, 1)
     for tokens in (1, 16, 500):
@@ -75,10 +73,7 @@ def test_a_budget_without_room_for_what_is_protected_is_refused_where_a_request_
         ({"kv_connector": "NixlConnector"}, "kv_connector=NixlConnector must be Documents"),
         ({"documents": "library"}, "documents=library needs vLLM's connector Documents"),
         ({"runner": "pooling"}, "runner=pooling must be auto or generate"),
-        (
-            {"documents": "library", "is_hybrid": True},
-            "documents=library must be left out: layers of this model hold a state",
-        ),
+        ({"documents": "library", "is_hybrid": True}, "documents=library must be left out: layers of this model hold"),
     ],
 )
 def test_what_does_not_go_together_is_refused(facts, said):
@@ -87,24 +82,25 @@ def test_what_does_not_go_together_is_refused(facts, said):
 
 
 @pytest.mark.parametrize("name", ["enable_prefix_caching", "enable_lora", "pipeline_parallel_size"])
-def test_an_engine_is_refused_by_its_configuration(tmp_path, name):
-    tiny.make(tmp_path, "llama")
+def test_an_engine_is_refused_by_its_configuration(llama, name):
     with pytest.raises(ValueError, match=f"{name}(=2)? must be"):
-        refuse_engine(tiny.configuration(tmp_path, SECTION, **{name: 2 if name.endswith("size") else True}), None)
+        refuse_engine(tiny.configuration(llama, SECTION, **{name: 2 if name.endswith("size") else True}), None)
 
 
-def test_an_engine_that_is_refused_does_not_start(tmp_path):
-    tiny.make(tmp_path, "llama")
-    with pytest.raises(Exception, match="enable_prefix_caching must be left out"):
-        with tiny.started(tmp_path, SECTION, enable_prefix_caching=True):
-            pass
-
-
-@pytest.mark.parametrize("config", [{}, {"locret": []}, {"locret": None}])
-def test_an_engine_that_asks_and_says_no_settings_is_an_error(tmp_path, config):
-    tiny.make(tmp_path, "llama")
-    with pytest.raises(Exception, match="additional_config must hold the settings of locret_kit.vllm:Requests"):
-        with tiny.started(tmp_path, SECTION, additional_config=config):
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"enable_prefix_caching": True}, "enable_prefix_caching must be left out"),
+        *(
+            ({"additional_config": one}, "additional_config must hold the settings of locret_kit.vllm:Requests")
+            for one in ({}, {"locret": []}, {"locret": None})
+        ),
+    ],
+)
+def test_an_engine_that_is_refused_does_not_start(llama, options, said):
+    """As one that asks for a bounded cache, and says no settings."""
+    with pytest.raises(Exception, match=said):
+        with tiny.started(llama, SECTION, **options):
             pass
 
 
@@ -114,15 +110,13 @@ def test_another_release_is_taken_where_it_has_what_the_kit_uses(monkeypatch, ca
     monkeypatch.setattr(vllm, "__version__", "0.33.1+cpu")
     assert _load_custom_logitsprocs([PROCESSOR])[0].__name__ == "Requests" and "vllm==0.33.1: not tested" in caplog.text
     monkeypatch.delattr("vllm.v1.attention.backend.AttentionBackend.customize_spec")
-    with pytest.raises(
-        RuntimeError, match=r"vllm==0.33.1: it has no vllm.v1.attention.backend.AttentionBackend.customize_spec"
-    ):
+    absent = "vllm==0.33.1: it has no vllm.v1.attention.backend.AttentionBackend.customize_spec"
+    with pytest.raises(RuntimeError, match=absent):
         _load_custom_logitsprocs([PROCESSOR])
 
 
-def test_attention_that_is_not_known_is_refused_by_what_was_seen(tmp_path, monkeypatch):
+def test_attention_that_is_not_known_is_refused_by_what_was_seen(llama, monkeypatch):
     """Queries that are doubled in one channel after the rotation: no rotation of transformers' frequencies."""
-    tiny.make(tmp_path / "model", "llama")
     turn = RotaryEmbedding.forward_native
 
     def other(self, *args):
@@ -133,7 +127,7 @@ def test_attention_that_is_not_known_is_refused_by_what_was_seen(tmp_path, monke
     monkeypatch.setattr(RotaryEmbedding, "forward_cpu", other)
     said = r"architecture=LlamaForCausalLM: model\.layers\.0\.self_attn\.attn rotates otherwise than transformers'"
     with pytest.raises(Exception, match=said):
-        with tiny.started(tmp_path / "model", SECTION):
+        with tiny.started(llama, SECTION):
             pass
 
 
@@ -159,12 +153,10 @@ def test_settings_of_ones_own_are_refused_where_the_servers_are_not_known():
         tiny.forget()
 
 
-def test_attention_of_another_kind_is_an_error(tmp_path, monkeypatch):
+def test_attention_of_another_kind_is_an_error(llama, monkeypatch):
     """As with a card and no ``--attention-backend CUSTOM``: the plugin is there, and the layers are not its own."""
-    tiny.make(tmp_path / "model", "llama")
     monkeypatch.setattr(attention_backend, "is_bounded", lambda: False)
-    with pytest.raises(
-        Exception, match=r"attention of model\.layers\.0\.self_attn\.attn is CPUAttentionBackend, not locret_kit's"
-    ):
-        with tiny.started(tmp_path / "model", SECTION) as llm:
+    said = r"attention of model\.layers\.0\.self_attn\.attn is CPUAttentionBackend, not locret_kit's"
+    with pytest.raises(Exception, match=said):
+        with tiny.started(llama, SECTION) as llm:
             tiny.generate(llm, tiny.prompts([20]), 1)

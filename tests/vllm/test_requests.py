@@ -21,19 +21,14 @@ def served(tmp_path_factory):
         yield llm, model
 
 
-def params(tokens: int, **own) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=own or None)
-
-
 def test_each_request_has_a_budget_and_a_policy_of_its_own(served):
     llm, model = served
     ids = tiny.prompts([300, 400, 500, 310])
     own = [{}, {"budget": 48}, {"policy": "snapkv", "budget": 64}, {"policy": "h2o"}]
-    wanted = [
-        tiny.kit(model, one, 40, **{**SETTINGS, "policy": "knorm", **mine}) for one, mine in zip(ids, own, strict=True)
-    ]
+    plain = {**SETTINGS, "policy": "knorm"}
+    wanted = [tiny.kit(model, one, 40, **plain | mine) for one, mine in zip(ids, own, strict=True)]
     prompts = [{"prompt_token_ids": one} for one in ids]
-    answers = llm.generate(prompts, [params(40, **mine) for mine in own], use_tqdm=False)
+    answers = llm.generate(prompts, [tiny.params(40, **mine) for mine in own], use_tqdm=False)
     assert [list(answer.outputs[0].token_ids) for answer in answers] == wanted
 
 
@@ -75,7 +70,7 @@ def test_requests_go_on_where_they_are_preempted_and_others_aborted(served, monk
     ids, answers, preempted = tiny.prompts([640, 300, 400]), {}, 0
     wanted = [tiny.kit(model, one, 60, policy="h2o", **SETTINGS) for one in ids[:2]]
     for number, one in enumerate(ids):
-        engine.add_request(str(number), {"prompt_token_ids": one}, params(60, policy="h2o"))
+        engine.add_request(str(number), {"prompt_token_ids": one}, tiny.params(60, policy="h2o"))
     for step in range(1, 1000):
         for answer in engine.step():
             answers[answer.request_id] = list(answer.outputs[0].token_ids)

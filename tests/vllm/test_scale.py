@@ -52,22 +52,15 @@ def served(tmp_path_factory):
         document.save(library / "book.locret")
         assert list(document.prompt(" " + words(prompts[0][-2:]))) == prompts[0]
         caches = [document.fork_for(len(prompts[0])), *[None] * len(rest)]
-        wanted.append(
-            [tiny.kit(model, ids, TOKENS, cache, **settings) for ids, cache in zip(prompts, caches, strict=True)]
-        )
+        pairs = zip(prompts, caches, strict=True)
+        wanted.append([tiny.kit(model, ids, TOKENS, cache, **settings) for ids, cache in pairs])
     return folder, prompts, wanted
 
 
 def ask(url: str, ids: list[int]) -> tuple[int, list[int]]:
     """Status and tokens of a greedy answer."""
-    body = {
-        "model": "demo",
-        "prompt": ids,
-        "max_tokens": TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
+    body = {"model": "demo", "prompt": ids, "max_tokens": TOKENS, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
     return answer.status_code, answer.json()["choices"][0]["token_ids"] if answer.status_code == 200 else []
 
@@ -224,10 +217,8 @@ class Clients:
 
     async def run(self, requests: int, vanishing: Path) -> None:
         """So many, of which ``CLIENTS`` at once. A folder vanishes on the way."""
-        kinds = (
-            [self.whole] * 4 + [self.stream] * 3 + [self.left, self.hung_up] * 3 + [self.impatient, self.refused] * 2
-        )
-        kinds += [self.sampled, self.nonsense]
+        kinds = [self.whole] * 4 + [self.stream] * 3 + [self.left, self.hung_up] * 3
+        kinds += [self.impatient, self.refused] * 2 + [self.sampled, self.nonsense]
         free = asyncio.Semaphore(CLIENTS)
 
         async def one(number: int) -> None:
@@ -301,11 +292,7 @@ def replicas() -> set[psutil.Process]:
 
 def test_ray_serve_llm(served, tmp_path, monkeypatch):
     """Two replicas: one is killed, and a change of the settings is rolled out, while requests come."""
-    for name, value in {
-        "USAGE_STATS_ENABLED": 0,
-        "worker_niceness": 0,
-        "SERVE_PROXY_READY_CHECK_TIMEOUT_S": 120,
-    }.items():
+    for name, value in (("USAGE_STATS_ENABLED", 0), ("worker_niceness", 0), ("SERVE_PROXY_READY_CHECK_TIMEOUT_S", 120)):
         monkeypatch.setenv(f"RAY_{name}", str(value))
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     import ray

@@ -109,12 +109,8 @@ def test_the_command_says_it_in_one_line(tmp_path, fault):
     own = [f"{name}={value}" for name, value in SETTINGS.items()]
     command = [sys.executable, "-m", "locret_kit.cli.vllm", "--model", str(tmp_path / "model"), "--dtype", "float32"]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    done = subprocess.run(
-        [*command, "--skip-tokenizer-init", "--max-model-len", "1024", *own, *more],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    words = [*command, "--skip-tokenizer-init", "--max-model-len", "1024", *own, *more]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
     assert done.returncode == 1 and "Traceback" not in done.stderr + done.stdout, done.stderr
     (said,) = (line for line in done.stderr.splitlines() if line.startswith("locret-vllm: "))
     assert sentence in said

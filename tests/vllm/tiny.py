@@ -116,6 +116,12 @@ def make_heads(folder: Path, model: PreTrainedModel, backbone: Path) -> str:
     return str(folder)
 
 
+def make_both(folder: Path, name: str) -> tuple[PreTrainedModel, str]:
+    """A model in ``folder/model``, and heads for it in ``folder/heads``."""
+    model = make(folder / "model", name)
+    return model, make_heads(folder / "heads", model, folder / "model")
+
+
 def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
     """Prompts without a repeated token: equal tokens would have equal scores, and rounding would choose between them."""
     draws = (torch.Generator().manual_seed(i) for i in range(len(lengths)))
@@ -159,10 +165,14 @@ def started(model: str | Path, section: dict[str, Any] | None, **rest: Any) -> I
         forget()
 
 
+def params(tokens: int, **own: Any) -> SamplingParams:
+    """So many greedy tokens. ``own``: what a request asks for by itself."""
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=own or None)
+
+
 def generate(llm: LLM, ids: Sequence[Sequence[int]], tokens: int, **own: Any) -> list[list[int]]:
-    """Greedy tokens of several prompts at once. ``own``: what each asks for by itself."""
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=own or None)
-    found = llm.generate([{"prompt_token_ids": list(one)} for one in ids], params, use_tqdm=False)
+    """Greedy tokens of several prompts at once."""
+    found = llm.generate([{"prompt_token_ids": list(one)} for one in ids], params(tokens, **own), use_tqdm=False)
     return [list(answer.outputs[0].token_ids) for answer in found]
 
 
