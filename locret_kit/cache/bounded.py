@@ -21,8 +21,9 @@ from ..settings import INT32_MAX, Resolved, RunSettings
 from . import view
 from .context import CacheCounters, Context, Pins, Stage
 from .due import Schedule
+from .forward import TextForward
 from .options import CacheOptions
-from .state import CannotFork, TextForward, TextState
+from .state import CannotFork, TextState
 from .storage.codec import check_storage
 from .storage.rows import BoundedLayer
 
