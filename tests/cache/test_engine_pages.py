@@ -9,7 +9,8 @@ from locret_kit.backbones.decoder_attention import Softmax
 from locret_kit.cache import step as step_module
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings
-from locret_kit.vllm.pages import EnginePages, Ranks
+from locret_kit.vllm.pages import EnginePages
+from locret_kit.vllm.ranks import Ranks
 
 SETTINGS = RunSettings(budget=24, chunk=8, stabilizers=3, local_len=4, positions="compact")
 LAYERS, HEADS, D = 2, (4, 2, 2), 8
