@@ -18,7 +18,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "howto" / "vllm.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, re.S)
+(CARD,) = re.findall(r"```bash\n(VLLM_USE.*?)```", PAGE, re.S)
+BLOCKS = [block for block in re.findall(r"```bash\n(.*?)```", PAGE, re.S) if block != CARD]
 (PYTHON,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 MODEL = "checkpoints/SmolLM2-135M-Instruct"
 TEXT = " ".join(f"In {1000 + i} the town had {i * i % 977} houses." for i in range(160))
@@ -83,10 +84,9 @@ def test_the_python_answers(place):
 
 def test_a_cards_command_differs_from_a_cpus_as_the_page_says():
     """``vllm serve`` needs the distribution called vllm; its parser is here."""
-    (card,) = re.findall(r"```bash\n(VLLM_USE.*?)```", PAGE, re.S)
     (cpu,) = (block for block in BLOCKS if "api_server" in block)
     parser = make_arg_parser(FlexibleArgumentParser())
-    words = shlex.split(card.replace("\\\n", " "))
+    words = shlex.split(CARD.replace("\\\n", " "))
     assert words[:3] == ["VLLM_USE_V2_MODEL_RUNNER=0", "vllm", "serve"]
     there = vars(parser.parse_args(["--model", *words[3:]]))
     here = vars(parser.parse_args(shlex.split(cpu.replace("\\\n", " "))[4:]))
