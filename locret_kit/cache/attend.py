@@ -391,7 +391,7 @@ def decode_rows(
 
 
 def gain(statistic: str, weights_XS: Tensor, seen_X: Tensor) -> Tensor:
-    """What rows gain ``[..., S]`` in a statistic by a query with such weights, which sees ``seen`` rows; see ``column_stats``."""
+    """Gain of rows ``[..., S]`` in a statistic by a query with such weights, which sees ``seen`` rows; see ``column_stats``."""
     if statistic == "above":
         return weights_XS > (1 + MARGIN) / seen_X[..., None]
     return weights_XS if statistic == "sum" else weights_XS.square()

@@ -8,6 +8,7 @@ from tape import TapedDecoder, TapedTexts, on_the_reference  # noqa: F401  (a fi
 from tiny_models import tiny_model
 
 from locret_kit.runtime import drivers
+from locret_kit.runtime.drivers import assign
 from locret_kit.runtime.drivers.capture import warn
 from locret_kit.runtime.engine import Engine
 from locret_kit.runtime.sequence import Request
@@ -26,7 +27,7 @@ def taped(monkeypatch):
         made.append(TapedTexts(model, first))
         return made[-1]
 
-    monkeypatch.setattr(drivers, "TextsDriver", texts)
+    monkeypatch.setattr(assign, "TextsDriver", texts)
     monkeypatch.setattr(drivers, "_chosen", lambda model, cache, graph: TapedDecoder(model, cache) if graph else None)
     return made
 

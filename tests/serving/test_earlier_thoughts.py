@@ -52,7 +52,7 @@ def server(thoughts: str, policy: str = "h2o", run: RunSettings = RUN, store: St
 
 
 def logprobs_of(answer: dict) -> list[float]:
-    """Of the answer's tokens."""
+    """Log-probabilities of the tokens of an answer."""
     return [one["logprob"] for one in answer["choices"][0]["logprobs"]["content"]]
 
 

@@ -29,8 +29,9 @@ from locret_kernels.fused import rms_norm, swiglu  # noqa: E402
 from locret_kit.backbones.decoder_attention import LayerOperations  # noqa: E402
 from locret_kit.cache import attend, backend, context  # noqa: E402
 from locret_kit.runtime import drivers  # noqa: E402
-from locret_kit.runtime.drivers import capture  # noqa: E402
-from locret_kit.runtime.drivers.graph import CHUNKS, GraphDriver, TextsDriver  # noqa: E402
+from locret_kit.runtime.drivers import assign, capture  # noqa: E402
+from locret_kit.runtime.drivers.graph import CHUNKS, GraphDriver  # noqa: E402
+from locret_kit.runtime.drivers.texts import TextsDriver  # noqa: E402
 
 SHORTER = {
     'device="cuda"': 'device="cpu"', ".cuda()": "", "LENGTH, STEPS = 300, 60": "LENGTH, STEPS = 110, 9",
@@ -108,7 +109,7 @@ def play() -> None:
     backend.backend_for = context.backend_for = lambda name, *given: real(name or "triton", *given)
     drivers.DRIVERS["graph"] = lambda model, cache, graph: None if graph is False else GraphDriver(model, cache)
     drivers.DRIVERS["cpu"] = lambda *given: None
-    drivers.chunk_driver = chunk_driver
+    drivers.chunk_driver = assign.chunk_driver = chunk_driver
 
 
 def _also(init, more):

@@ -79,7 +79,7 @@ def turned(x: Tensor, at: Sequence[int]) -> Tensor:
 
 
 def joined(before: Tensor | None, new: Tensor) -> Tensor:
-    """What a layer has read, ``[H, tokens, ...]``, and new tokens."""
+    """Rows that a layer has read, ``[H, tokens, ...]``, and new tokens."""
     return new if before is None else torch.cat((before, new), 1)
 
 

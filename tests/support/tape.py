@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from locret_kit.cache import context
 from locret_kit.cache.backend import BACKENDS
-from locret_kit.runtime.drivers.graph import GraphDriver, TextsDriver
+from locret_kit.runtime.drivers.graph import GraphDriver
+from locret_kit.runtime.drivers.texts import TextsDriver
 
 
 @pytest.fixture

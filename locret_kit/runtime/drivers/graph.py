@@ -1,20 +1,15 @@
-"""Steps of fixed shapes: their kernels, sizes and addresses never change, so that a CUDA graph can replay them.
+"""Steps of one text of fixed shapes: their kernels, sizes and addresses never change, so that a CUDA graph can replay them.
 
-A step of one text appends one token, or a chunk of a prompt, to every layer and attends to its rows. Where in the text its tokens
-stand is a number on the device. So is the number of rows before a single token: rows are written at an index, and attention masks
-by length. Once the cache is full, every chunk sees the same number of rows.
-
-A step of several texts is a token of each. Rows are pages of one pool. The place of each text comes from a buffer of the device
-(``cache.texts.StepTables``), so a graph serves every set of texts of the same number.
+A step appends one token, or a chunk of a prompt, to every layer and attends to its rows. Where in the text its tokens stand is a
+number on the device. So is the number of rows before a single token: rows are written at an index, and attention masks by
+length. Once the cache is full, every chunk sees the same number of rows.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,13 +18,10 @@ from transformers import PreTrainedModel
 
 from ...backbones.libraries import forward
 from ...backbones.weights import weight_bits_of
-from ...cache.batch import Packed
 from ...cache.bounded import BoundedCache
 from ...cache.step import StaticStep
-from ...cache.texts import batch_key, row_numbers
-from ...cache.view import score_alike
 from ...policies.capabilities import reason
-from .capture import WARM, NoDriver, StepGraphs
+from .capture import WARM, StepGraphs
 from .dense import dense_step
 
 CHUNKS = 6
@@ -51,11 +43,11 @@ def _reason_against(model: PreTrainedModel, cache: BoundedCache) -> str | None:
     return None
 
 
-ChunkForm = tuple[tuple[int, int], ...]
+Form = tuple[tuple[int, int], ...]
 """Rows of each layer before a chunk, and its tokens since the last eviction (0 with a window); of a token nothing."""
 
 
-class GraphDriver(StepGraphs[ChunkForm]):
+class GraphDriver(StepGraphs[Form]):
     """``driver([cache], [token])`` gives the logits ``[1, V]`` after a token of its one text, as the dynamic forward does; with
     ``tokens`` above 1 ``driver([cache], ids)`` those after a chunk ``[tokens]`` of its prompt.
 
@@ -92,7 +84,7 @@ class GraphDriver(StepGraphs[ChunkForm]):
         steady = T == 1 or all(due.tokens == T and (due.evict_after or rows.window) is not None for rows, due in dues)
         return steady and self.reason is None
 
-    def _write(self, caches: Sequence[BoundedCache], tokens: Sequence[int] | Tensor) -> ChunkForm:
+    def _write(self, caches: Sequence[BoundedCache], tokens: Sequence[int] | Tensor) -> Form:
         (cache,) = caches
         if isinstance(tokens, Tensor):  # on the device already: the host does not wait for it
             self.ids[0] = tokens
@@ -102,7 +94,7 @@ class GraphDriver(StepGraphs[ChunkForm]):
         self.numbers.copy_(torch.from_numpy(self.host))
         return ()
 
-    def _step(self, form: ChunkForm, caches: Sequence[BoundedCache]) -> Tensor:
+    def _step(self, form: Form, caches: Sequence[BoundedCache]) -> Tensor:
         position_T = self.seen + self.offset_T  # int32, as the offsets
         if self.tokens > 1:
             self.cache.handler.fixed = lambda layer: StaticStep(self.seen, position_T)
@@ -126,65 +118,3 @@ class GraphDriver(StepGraphs[ChunkForm]):
             starts_BH, lengths_BH = starts_BH + (lengths_BH - seen_BH), seen_BH
         seen = replace(flat, starts_BH=starts_BH, lengths_BH=lengths_BH, longest=rows.capacity)
         return StaticStep(self.seen, position_T, self.length_L[layer : layer + 1], seen)
-
-
-# ---- a token of each of several texts ----
-
-
-def graph_key(cache: BoundedCache) -> Hashable:
-    """Texts of equal keys share a graph. Raises NoDriver for a text that shares none."""
-    ctx, pages = cache.context, [rows.page for rows in cache.bounded]
-    if pages[0] is None:
-        raise NoDriver("its rows are no pages of a pool")
-    if (key := batch_key(ctx)) is None:
-        raise NoDriver(f"positions={ctx.settings.positions!r} places rows of each text in its own way")
-    if not score_alike([ctx]):
-        raise NoDriver(f"policy={cache.policy.name!r} scores the new tokens of each text by themselves")
-    return key, id(pages[0].pool), ctx.policy.score, ctx.settings.seed, id(ctx.heads)
-
-
-class TextsForm(NamedTuple):
-    """All that tells one step from another: the texts, and which layers have rows of the same numbers."""
-
-    texts: int
-    layers: tuple[int, ...]
-
-
-class TextsDriver(StepGraphs[TextsForm]):
-    """``driver(caches, tokens)`` gives the logits ``[texts, V]`` after a token more of each text, as the shared forward does.
-
-    Args:
-        model: attached. first: one of the texts; all texts have its ``graph_key``.
-    """
-
-    what = "a token of several texts"
-
-    def __init__(self, model: PreTrainedModel, first: BoundedCache) -> None:
-        super().__init__(model, WARM, math.inf)
-        self.dense = dense_step(model, first.context)
-        self.keepalive = first.context.ropes, first.context.heads, first.bounded[0].page
-        """Objects by whose identity texts are alike."""
-        self.given: dict[TextsForm, Tensor] = {}
-        """Buffers of the device: tokens ``[N]``, then four ``row_numbers`` for each kind of layers."""
-
-    def _write(self, caches: Sequence[BoundedCache], tokens: Sequence[int] | Tensor) -> TextsForm:
-        layers = [row_numbers(rows) for rows in zip(*(cache.bounded for cache in caches), strict=True)]
-        kinds = list(dict.fromkeys(layers))
-        form = TextsForm(len(caches), tuple(map(kinds.index, layers)))
-        columns = [column for _, pages in kinds for column in zip(*pages, strict=True)]
-        numbers = torch.tensor([tokens, *columns], device="cpu")
-        if form not in self.given:
-            with torch.inference_mode(False):
-                self.given[form] = torch.zeros_like(numbers, device=self.model.device)
-        self.given[form].copy_(numbers)
-        return form
-
-    def _step(self, form: TextsForm, caches: Sequence[BoundedCache]) -> Tensor:
-        given = self.given[form]
-        packed = Packed(caches, [1] * form.texts, given[1:].unflatten(0, (-1, 4)))
-        if self.dense is not None and form.texts == 1:
-            logits_NV = self.dense(given[:1], packed)
-        else:  # one matrix product reads weights once for all texts
-            logits_NV = forward(self.model, given[:1], packed)[0].float()
-        caches[0].context.tables.clear()  # they lie in the memory of graphs
-        return logits_NV
