@@ -41,6 +41,7 @@ GRIDS = (
     "test_kernels_attention", "test_kernels_fused", "test_kernels_rows", "test_kernels_select",
     "test_backend_contract", "test_cpu_backend", "test_products", "test_fake_cuda", "test_key_scores", "test_kvzip",
     "test_families", "test_architectures", "test_rope_scalings",
+    "test_ragged_decode", "test_changed_weights", "test_turns", "test_wrapped_models", "test_dense_step", "test_reading",
 )  # fmt: skip
 """Files of whose tests ``GRID`` sets of parameters run, or one for each policy; with ``--all`` every one, and more examples of
 hypothesis."""
