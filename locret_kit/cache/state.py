@@ -205,9 +205,11 @@ class TextState:
 
     def prompt_positions(self, start: int, end: int) -> Sequence[int]:
         """Positions in the prompt of the tokens that are fed as its tokens ``start`` to ``end``."""
-        reread = self.reread_positions  # read in the place of the prompt's last ones
-        first = (self.schedule.prompt_length or 0) - len(reread)
-        return reread[start - first : end - first] if reread and start >= first else range(start, end)
+        reread, length = self.reread_positions, self.schedule.prompt_length or 0
+        first = length - len(
+            reread
+        )  # they are read in the place of the prompt's last ones; later turns follow the prompt
+        return reread[start - first : end - first] if first <= start < length else range(start, end)
 
     # ---- a forward -----------------------------------------------------------------------------------------------------
 

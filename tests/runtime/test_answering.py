@@ -138,6 +138,18 @@ def test_a_fork_reads_again_for_its_own_question(policy):
     assert found[0] != found[1]
 
 
+@torch.no_grad()
+def test_a_later_turn_follows_the_passages():
+    model = tiny_model("llama").double()
+    cache, ids = bounded("h2o reread=passages(6,4,3,2)"), IDS
+    read(model, cache)
+    for turn in (IDS[:, :3], IDS[:, 5:6], IDS[:, 9:13]):
+        ids = torch.cat((ids, turn), 1)
+        passages = torch.cat((IDS[:, cache.reread_positions], ids[:, TOKENS:]), 1)
+        found = read(model, cache, ids)
+        torch.testing.assert_close(found, model(input_ids=passages).logits[0, -1].float(), rtol=0, atol=1e-6)
+
+
 def test_errors_name_what_is_wrong():
     with pytest.raises(ValueError, match=r"reads the end of the prompt twice: pass prompt_length="):
         bounded("h2o reread=passages", prompt_length=None)
