@@ -178,9 +178,10 @@ class BoundedCache(StatefulCache):
         new.state.set_pins(self.pins)
         return new
 
-    def with_budget(self, budget: int, *, stabilizers: int | None = None) -> Self:
-        """An independent copy with the same rows and another budget, larger than its rows: later turns of a
-        conversation get room of their own. ``stabilizers``: another number of them, too.
+    def with_budget(self, budget: int, *, stabilizers: int | None = None, rereads: bool = True) -> Self:
+        """An independent copy with the same rows and another budget, no smaller than its rows: later turns of a
+        conversation get room of their own. ``stabilizers``: another number of them, too. ``rereads``: whether a second reading
+        stays ahead, if the policy has one.
 
         Raises:
             ValueError: a budget that needs other rotary frequencies than the rows have, or this cache was
@@ -188,6 +189,7 @@ class BoundedCache(StatefulCache):
         """
         self.state.refuse_interrupted()
         settings, policy = replace(self.run, budget=budget), self.policy.at(self.schedule.budget)
+        policy = policy if rereads else replace(policy, reread=None)
         if stabilizers is not None:
             settings = replace(settings, stabilizers=stabilizers)
         if policy != self.policy:  # blocks that are stored keep their size

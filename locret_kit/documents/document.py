@@ -10,6 +10,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -291,13 +292,18 @@ class Document:
             raise ValueError(f"repetition_penalty={penalty} needs the text, which is not in the file")
 
     def chat(self, history: int = 1024, **generation: Any) -> Chat:
-        """A conversation about the document with ``history`` slots for its turns.
+        """A conversation about the document with ``history`` slots for its turns. No passage is read again: that would leave
+        later turns nothing else of the text.
 
         Raises:
             ValueError: a repetition penalty, without the text in the file.
         """
         self._check_sampling(generation.get("sampling"))
-        return Chat(self.model, self.tokenizer, document=self, history=history, **generation)
+        document = self
+        if self.cache.policy.reread is not None:
+            document = copy(self)
+            document.cache = self.cache.with_budget(self.cache.schedule.budget, rereads=False)
+        return Chat(self.model, self.tokenizer, document=document, history=history, **generation)
 
     # ---- files -----------------------------------------------------------------------------------------------------
 

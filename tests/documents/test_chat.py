@@ -60,6 +60,17 @@ def test_turns_have_room_of_their_own(policy, stabilizers, history):
     assert kept(document.cache) == before
 
 
+@pytest.mark.parametrize("policy", ["h2o", "ada-locret"])
+def test_no_turn_reads_passages_again(policy):
+    """A second reading for the first question would leave later ones nothing else of the text."""
+    again, once = (read("llama", f"{policy}{more}", text_of(260)) for more in (" reread=passages(9,4,3)", ""))
+    turns = [[list(chat.say(question)) for question in ("What is it?", "Who came in?", "Why?")] for chat in (
+        document.chat(60, max_new_tokens=4) for document in (again, once)
+    )]  # fmt: skip
+    assert turns[0] == turns[1] and not again.cache.reread_positions
+    assert again.ask("What is it?", max_new_tokens=4).cache.policy.reread is not None
+
+
 def test_undo_and_retry():
     document = read("llama", "locret", text_of(260), **SETTINGS)
     chat = document.chat(max_new_tokens=4)
