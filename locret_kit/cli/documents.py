@@ -82,7 +82,7 @@ def read_text(args: ReadOptions, text: Iterable[str]) -> Done:
     from ..documents.document import Document, DocumentText
     from .loading import beyond_window, not_shown, resolve_choice
 
-    chosen = resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args.run)
+    chosen = resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args.run, asked=args.text)
     model, tokenizer = chosen.load(args)
     began = time.perf_counter()
     whole = DocumentText.of(tokenizer, text, args.chat)

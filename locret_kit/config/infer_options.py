@@ -56,7 +56,7 @@ class Backbone:
     """PEFT adapter for the backbone, or none. Default: the one named by the heads."""
     policy: str | None = None
     """A policy's name or an expression. Default: the heads' published policy, or locret; compactor without heads;
-    rereading-locret for locret-infer with the demo's heads and a question."""
+    rereading-locret with the demo's heads, for a question of locret-infer and for locret-read."""
     list_policies: bool = False
     """Print every policy with its parts and exit."""
 

@@ -17,9 +17,11 @@ from tiny_heads import save_tiny_heads
 from tiny_tokenizer import TEXT, save_tiny_backbone, tiny_tokenizer
 
 from locret_kit import Document
+from locret_kit.backbones import demo
 from locret_kit.backbones.load import load_backbone
 from locret_kit.cli import infer
 from locret_kit.cli.documents import ask, info, kept, read
+from locret_kit.cli.loading import ASKED
 from locret_kit.heads import RetainingHeads
 from locret_kit.text.tokens import token_texts
 
@@ -174,6 +176,13 @@ def test_a_policy_that_sees_the_question_says_what_it_repeats(use):
     status, out, err = use("ask", "{out}/b.locret", QUESTIONS[0], "--max-new-tokens", "5")
     assert status == 0 and "reads passages again for each question" in err
     assert out == answers(use, *words)[0]
+
+
+@pytest.mark.parametrize(("more", "policy"), [((), ASKED), (("--no-text",), "locret"), (("--policy", "h2o"), "h2o")])
+def test_the_demos_heads_read_passages_again_where_the_text_is_kept(use, tmp_path, monkeypatch, more, policy):
+    monkeypatch.setattr(demo, "HEADS", "heads")
+    assert use("read", "long.txt", *RUN, *more, "-o", "{out}/b.locret")[0] == 0
+    assert use("info", "{out}/b.locret")[1].count(f" {policy}\n") == 1
 
 
 @pytest.fixture(params=["locret", "ada-snapkv(6,3)"])
