@@ -125,9 +125,9 @@ class DecoderAttention:
     answers_in_halves: bool = field(default=False, compare=False)
     """Whether rotary modules answer cos and sin ``[B, T, R]`` of every channel that they turn, as Llama's."""
     skips_rotation: bool = field(default=False, compare=False)
-    """Whether the rotation may be left out rather than made one by zero (see ``patches``)."""
+    """Whether the rotation may be left out rather than made one by zero (see ``skipped_rotations``)."""
     fuses_layers: bool = field(default=False, compare=False)
-    """Whether a layer is Llama's: its residuals, norms and MLP can be computed by ``patches``."""
+    """Whether a layer is Llama's: its residuals, norms and MLP can be computed by ``fused_layers``."""
     projects: bool = field(default=False, compare=False)
     """Whether queries, keys and values of such layers, before the rotation, are products of the layer's normed input."""
     scales_queries: bool = field(default=False, compare=False)

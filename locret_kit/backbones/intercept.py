@@ -4,7 +4,7 @@
 calls go to the backbone's own attention. A forward's handler is that of the cache passed to it, or the one of
 ``handled_by``. It gets layer numbers as in ``BackboneSpec``, and queries and keys with their channels in the order
 that ``Rope`` rotates. During such a forward, MLPs run in slices, and the handler computes elementwise operations
-that it supports (``patches``).
+that it supports (``fused_layers``).
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .bfloat16 import give_rows, widen
 from .decoder_attention import Calls, DecoderAttention, Handler, KnownCalls, LayerOperations, rotaries_of, unrotate
+from .fused_layers import fuse_layers
 from .libraries import cache_among
-from .patches import fuse_layers, give_rows, skip_rotations, slice_mlps, widen
+from .mlp_slices import slice_mlps
 from .probe import describe
 from .recording import Attended, CallArguments, Method, meet_attention, softmax_of, unknown_argument
+from .skipped_rotations import skip_rotations
 from .spec import DecoderOutput, DecoderStack, Forward, decoder_of, device_of, text_config
 from .undo import Undo, replace_forward, run_eagerly
 from .wrapped import unwrapped

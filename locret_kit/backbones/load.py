@@ -17,11 +17,11 @@ from transformers.utils import logging
 from ..files import pointer_note
 from ..naming import first_line
 from . import demo, index, warn_of_newer
+from .bfloat16 import lacks_bfloat16
 from .gguf import bare_name, is_gguf, pull_gguf
 from .gguf.gguf_config import config_of
 from .gguf.gguf_file import GgufFile, open_gguf
 from .gguf.gguf_model import model_of
-from .patches import lacks_bfloat16
 from .spec import check_config
 from .vocabulary import within_rows
 from .weights import quantisation

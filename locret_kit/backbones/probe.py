@@ -28,8 +28,8 @@ from .decoder_attention import (
     rotate,
     unrotate,
 )
+from .fused_layers import REFERENCE, fuse_layers
 from .libraries import ASKED_FOR_STATES, holds_states, layer_kinds
-from .patches import REFERENCE, fuse_layers, skip_rotations
 from .products import NotDense, projections
 from .recording import (
     FARTHEST,
@@ -43,6 +43,7 @@ from .recording import (
     same,
     window_of,
 )
+from .skipped_rotations import skip_rotations
 from .spec import (
     AttentionLayer,
     BackboneSpec,

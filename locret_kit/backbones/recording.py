@@ -117,7 +117,7 @@ class RecordedCall:
     unknown: str | None
     """An argument that the kit does not know."""
     x: Tensor | None
-    """Normed hidden states ``[B, T, C]`` of which q, k and v may be products, where layers are fused (see ``patches``)."""
+    """Normed hidden states ``[B, T, C]`` of which q, k and v may be products, where layers are fused (see ``fused_layers``)."""
 
 
 class IndexedCache(DynamicCache):

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from .bfloat16 import lacks_bfloat16
 from .decoder_attention import AttentionCall, DecoderAttention, Described, Rotation, rotaries_of, unrotate
 from .load import load_config, resolve_model
-from .patches import lacks_bfloat16
 from .probe import assumed
 from .recording import close, rotation_between
 from .spec import AttentionLayer, UnsupportedArchitecture, spec_of

@@ -23,9 +23,9 @@ from locret_kernels.product import unpack
 from ..files import pointer_note
 from ..hub import pull
 from ..naming import install_line, prefixed_errors
+from .bfloat16 import is_own_hook
 from .decoder_attention import rotate
 from .gguf.gguf_model import PackedEmbedding, PackedLinear
-from .patches import is_own_hook
 from .probe import describe
 from .products import PLAIN, NotDense, Product, pieces, product_of, projections
 from .spec import Layer, decoder_of, is_rms_norm, is_silu, text_config

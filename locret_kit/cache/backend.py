@@ -20,8 +20,8 @@ from locret_kernels.column_stats import ColumnStats
 from locret_kernels.fused import rms_norm, swiglu
 from locret_kernels.sparse_attend import Blocks
 
+from ..backbones.bfloat16 import product
 from ..backbones.decoder_attention import LayerOperations, Linear, Softmax, rotate_lean
-from ..backbones.patches import product
 from ..registry import Registry
 from .attend import attend_rows, attend_window, chunk_attention, steady_attention, varlen_operator
 

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ..backbones.gguf.gguf_model import AT_ONCE, UNPACKED
-from ..backbones.patches import SLICE
+from ..backbones.mlp_slices import SLICE
 from ..backbones.probe import outlined
 from ..backbones.products import plain_projections
 from ..backbones.spec import BackboneSpec, UnsupportedArchitecture, decoder_of, field_of
