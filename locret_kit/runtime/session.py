@@ -17,13 +17,13 @@ from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
 from ..heads import RetainingHeads
 from ..planning import duration
-from ..planning.fitting_settings import explain_oom
 from ..policies import Policy
 from ..settings import Resolved
 from ..text.tokens import TextStream
 from .drivers import Decoding
 from .engine import Engine
 from .evidence import EvidenceSearch, Passage
+from .out_of_memory import explain_oom
 from .report import Report
 from .sampling import Sampling, stop_ids
 from .sequence import Request, Sequence

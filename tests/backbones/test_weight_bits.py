@@ -31,7 +31,7 @@ from locret_kit.cli.train import main as train
 from locret_kit.config.eval_options import load_eval_config
 from locret_kit.config.recipes import load_config
 from locret_kit.planning import inference_plan as p
-from locret_kit.planning.inference_plan import BackboneSizes
+from locret_kit.planning.backbone_sizes import BackboneSizes
 from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.session import prefill
 
