@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from .decoder_attention import Choice
-from .spec import decoder_of
+from .decoder_modules import decoder_of
 from .undo import Forward, Undo, has_own_forward, replace_forward
 
 FEWEST = 64

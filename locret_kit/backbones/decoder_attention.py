@@ -18,7 +18,8 @@ from locret_kernels.enter import HeadProduct
 from locret_kernels.ragged_decode import angle_steps
 from locret_kernels.rotate import rotate_rows
 
-from .spec import BackboneSpec, UnsupportedArchitecture, decoder_of, device_of, text_config
+from .decoder_modules import decoder_of, device_of
+from .spec import BackboneSpec, UnsupportedArchitecture, text_config
 from .undo import Undo, replace_forward
 
 Turn = Tensor | tuple[Tensor, Tensor]

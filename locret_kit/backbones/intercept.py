@@ -27,13 +27,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .bfloat16 import give_rows, widen
 from .decoder_attention import Calls, DecoderAttention, Handler, KnownCalls, LayerOperations, rotaries_of, unrotate
+from .decoder_modules import DecoderOutput, DecoderStack, Forward, decoder_of, device_of
 from .fused_layers import fuse_layers
 from .libraries import cache_among
 from .mlp_slices import slice_mlps
 from .probe import describe
 from .recording import Attended, CallArguments, Method, meet_attention, softmax_of, unknown_argument
 from .skipped_rotations import skip_rotations
-from .spec import DecoderOutput, DecoderStack, Forward, decoder_of, device_of, text_config
+from .spec import text_config
 from .undo import Undo, replace_forward, run_eagerly
 from .wrapped import unwrapped
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .spec import decoder_of, is_gated
+from .decoder_modules import decoder_of, is_gated
 from .undo import Forward, Undo, replace_forward
 
 SLICE = 4096

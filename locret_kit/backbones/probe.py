@@ -28,6 +28,7 @@ from .decoder_attention import (
     rotate,
     unrotate,
 )
+from .decoder_modules import DecoderStack, decoder_of
 from .fused_layers import REFERENCE, fuse_layers
 from .libraries import ASKED_FOR_STATES, holds_states, layer_kinds
 from .products import NotDense, projections
@@ -44,18 +45,8 @@ from .recording import (
     window_of,
 )
 from .skipped_rotations import skip_rotations
-from .spec import (
-    AttentionLayer,
-    BackboneSpec,
-    DecoderStack,
-    States,
-    StateSize,
-    UnsupportedArchitecture,
-    activation_of,
-    decoder_of,
-    spec_of,
-    text_config,
-)
+from .spec import AttentionLayer, BackboneSpec, StateSize, UnsupportedArchitecture, activation_of, spec_of, text_config
+from .states import States
 from .undo import Undo
 from .wrapped import unwrapped
 

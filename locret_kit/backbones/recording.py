@@ -29,8 +29,9 @@ from .decoder_attention import (
     scaling_of,
     unrotate,
 )
+from .decoder_modules import DecoderStack
 from .libraries import CACHE
-from .spec import DecoderStack, UnsupportedArchitecture
+from .spec import UnsupportedArchitecture
 from .undo import Undo, run_eagerly
 
 # ---- how a decoder's attention is asked for ---------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from types import ModuleType
 from torch import Tensor
 
 from .decoder_attention import Choice
-from .spec import DecoderStack
+from .decoder_modules import DecoderStack
 from .undo import Undo, replace_forward
 
 Pair = tuple[Tensor, Tensor]

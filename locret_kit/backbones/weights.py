@@ -25,10 +25,11 @@ from ..hub import pull
 from ..naming import install_line, prefixed_errors
 from .bfloat16 import is_own_hook
 from .decoder_attention import rotate
+from .decoder_modules import Layer, decoder_of, is_rms_norm, is_silu
 from .gguf.gguf_model import PackedEmbedding, PackedLinear
 from .probe import describe
 from .products import PLAIN, NotDense, Product, pieces, product_of, projections
-from .spec import Layer, decoder_of, is_rms_norm, is_silu, text_config
+from .spec import text_config
 from .undo import has_own_forward
 from .wrapped import unwrapped
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..backbones.decoder_attention import same_rotation
 from ..backbones.intercept import active_handler
-from ..backbones.spec import StatefulCache, States
+from ..backbones.states import StatefulCache, States
 from ..heads import RetainingHeads
 from ..policies import EVIDENCE, Policy
 from ..policies.grammar import composed_of

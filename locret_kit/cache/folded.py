@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from locret_kernels.enter import HeadProduct
 
 from ..backbones.decoder_attention import DecoderAttention
+from ..backbones.decoder_modules import decoder_of, is_untouched
 from ..backbones.products import Product, plain_projections
-from ..backbones.spec import decoder_of, is_untouched
 from ..heads import RetainingHead, RetainingHeads
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..backbones.decoder_attention import Softmax, same_rotation
 from ..backbones.probe import describe
-from ..backbones.spec import States
+from ..backbones.states import States
 from ..backbones.wrapped import unwrapped
 from . import step, view
 from .context import CacheCounters, Context, Pins, RecallCounters, make_layers

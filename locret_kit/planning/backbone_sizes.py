@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from ..backbones.decoder_modules import decoder_of
 from ..backbones.mlp_slices import SLICE
 from ..backbones.probe import outlined
 from ..backbones.products import plain_projections
-from ..backbones.spec import BackboneSpec, UnsupportedArchitecture, decoder_of, field_of
+from ..backbones.spec import BackboneSpec, UnsupportedArchitecture, field_of
 from ..backbones.weights import scratch_bytes, stored_bytes
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}

@@ -22,8 +22,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..backbones.decoder_attention import Handler, LayerInput, Rope, Softmax, rotated_text
+from ..backbones.decoder_modules import decoder_of
 from ..backbones.probe import describe
-from ..backbones.spec import AttentionLayer, decoder_of
+from ..backbones.spec import AttentionLayer
 from ..cache.attend import attend_text
 from ..cis import SmoothL1, cis_loss, cis_target, ranks, top_recall
 from ..config.train_options import TrainConfig

@@ -9,8 +9,8 @@ from torch import nn
 
 from locret_kit import attach
 from locret_kit.backbones import mlp_slices
+from locret_kit.backbones.decoder_modules import decoder_of
 from locret_kit.backbones.probe import describe
-from locret_kit.backbones.spec import decoder_of
 
 
 @pytest.fixture(autouse=True)

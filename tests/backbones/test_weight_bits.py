@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones import weights
+from locret_kit.backbones.decoder_modules import decoder_of
 from locret_kit.backbones.load import load_backbone
-from locret_kit.backbones.spec import decoder_of
 from locret_kit.cli.eval import main as evaluate
 from locret_kit.cli.infer import main as infer
 from locret_kit.cli.plan import main as plan

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ...backbones.spec import own_logits
+from ...backbones.logits import own_logits
 from ..base import Weight
 from ..registry import Sinks, Window, part, register
 
