@@ -423,7 +423,7 @@ def files() -> str:
 
 def metrics() -> str:
     """Figures of the server's ``/metrics``."""
-    from locret_kit.serving.request import Counters, Figures
+    from locret_kit.serving.figures import Counters, Figures
 
     rows = []
     for metric in Figures(Counters(), {}).collect():

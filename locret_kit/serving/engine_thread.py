@@ -24,7 +24,8 @@ from ..naming import prefixed_errors
 from ..policies import Policy
 from ..settings import RunSettings, Thoughts
 from .admission import Admission, Sessions
-from .request import LOG, Busy, Counters, Prompt, ServerRequest, Stopping
+from .figures import Counters
+from .request import LOG, Busy, Prompt, ServerRequest, Stopping
 from .store import SessionSpec, Store
 
 PINNED_AHEAD = 32

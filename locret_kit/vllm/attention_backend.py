@@ -25,9 +25,10 @@ from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheLayout
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from ..naming import check_name
-from .measure import measure, register_rotary, watch_modules
+from .measure import measure, watch_modules
 from .pages import EnginePages
 from .refusals import release
+from .rotary import register_rotary
 from .server_settings import OWN, VllmSettings
 from .worker import NOBODY, RequestInfo, State, begin, is_bounded, worker_here
 
