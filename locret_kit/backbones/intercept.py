@@ -25,6 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .attention_interface import Attended, Method, meet_attention
 from .bfloat16 import give_rows, widen
 from .decoder_attention import Calls, DecoderAttention, Handler, KnownCalls, LayerOperations, rotaries_of, unrotate
 from .decoder_modules import DecoderOutput, DecoderStack, Forward, decoder_of, device_of
@@ -32,7 +33,7 @@ from .fused_layers import fuse_layers
 from .libraries import cache_among
 from .mlp_slices import slice_mlps
 from .probe import describe
-from .recording import Attended, CallArguments, Method, meet_attention, softmax_of, unknown_argument
+from .recording import CallArguments, softmax_of, unknown_argument
 from .skipped_rotations import skip_rotations
 from .spec import text_config
 from .undo import Undo, replace_forward, run_eagerly

@@ -24,7 +24,7 @@ from .gguf.gguf_file import GgufFile, open_gguf
 from .gguf.gguf_model import model_of
 from .spec import check_config
 from .vocabulary import within_rows
-from .weights import quantisation
+from .weight_bits import quantisation
 
 # ---- precision of a backbone whose user names none (``dtype=auto``) -------------------------------------------------
 

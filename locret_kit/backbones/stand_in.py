@@ -16,12 +16,13 @@ from transformers import PretrainedConfig
 
 from .bfloat16 import lacks_bfloat16
 from .decoder_attention import AttentionCall, DecoderAttention, Described, Rotation, rotaries_of, unrotate
+from .identity import stored_weights
 from .load import load_config, resolve_model
 from .probe import assumed
-from .recording import close, rotation_between
+from .recording import close
+from .rotations import rotation_between
 from .spec import AttentionLayer, UnsupportedArchitecture, spec_of
 from .undo import Undo
-from .weights import stored_weights
 
 Heads = tuple[Tensor, Tensor]
 """Queries and keys ``[T, heads, D]``."""

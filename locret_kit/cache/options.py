@@ -18,8 +18,8 @@ from ..policies.grammar import parse_policy
 from ..settings import Resolved, RunSettings
 from .context import Context, Stage
 from .due import Schedule
+from .second_reading import check_reread
 from .storage.codec import check_storage
-from .view import check_reread
 
 
 @dataclass(frozen=True)

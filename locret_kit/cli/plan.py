@@ -66,7 +66,7 @@ def shipped_configs() -> dict[str, dict[str, object]]:
 
 def run(args: PlanOptions) -> int:
     """Print the plan; returns 0 if it fits. Otherwise raises ValueError with the budget and chunk that would fit."""
-    from ..backbones.weights import gguf_types, suffix
+    from ..backbones.weight_bits import gguf_types, suffix
     from ..planning.backbone_sizes import BackboneSizes
     from ..planning.inference_plan import Setting
     from ..policies.grammar import parse_policy

@@ -13,7 +13,7 @@ from ..backbones.mlp_slices import SLICE
 from ..backbones.probe import outlined
 from ..backbones.products import plain_projections
 from ..backbones.spec import BackboneSpec, UnsupportedArchitecture, field_of
-from ..backbones.weights import scratch_bytes, stored_bytes
+from ..backbones.weight_bits import scratch_bytes, stored_bytes
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 WIDTHS = (64, 128, 256, 512, 1024)

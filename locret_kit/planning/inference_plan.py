@@ -5,7 +5,7 @@ counts the same on PyTorch's meta device for the ``locret`` policy. A fused atte
 an explicit mask (on a CPU), ``chunk * rows`` elements and its scratch come on top. Scratch of attention statistics and of
 selecting stays below that of rotating the keys and is not a phase here. A score's own memory besides its queries
 (``expected-attention``, ``compactor``) is not counted. Few-bit weights are read as bitsandbytes does it on a GPU for many
-tokens (``weights.scratch_bytes``). Library workspaces and the CUDA context are the caller's ``reserve``.
+tokens (``weight_bits.scratch_bytes``). Library workspaces and the CUDA context are the caller's ``reserve``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from ..backbones.gguf.gguf_model import AT_ONCE, UNPACKED
 from ..backbones.spec import BackboneSpec
-from ..backbones.weights import suffix
+from ..backbones.weight_bits import suffix
 from ..cache.context import layer_rows
 from ..cache.due import PIECE, Schedule
 from ..cache.stages import TILE

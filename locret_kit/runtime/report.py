@@ -12,7 +12,7 @@ import torch
 from locret_kernels import provenance as origin
 from locret_kernels.provenance import peak_memory
 
-from ..backbones.weights import precision_of
+from ..backbones.weight_bits import precision_of
 from ..settings import Resolved
 
 if TYPE_CHECKING:

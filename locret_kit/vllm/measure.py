@@ -53,6 +53,7 @@ def forget_modules() -> None:
     Modules.parents, Modules.watch = {}, None
 
 
+Heads = dict[str, tuple[Tensor, Tensor]]
 """Queries and keys ``[T, heads, D]`` that attention was given, by the names of layers."""
 
 

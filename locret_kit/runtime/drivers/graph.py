@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...backbones.libraries import forward
-from ...backbones.weights import weight_bits_of
+from ...backbones.weight_bits import weight_bits_of
 from ...cache.bounded import BoundedCache
 from ...cache.step import StaticStep
 from ...policies.capabilities import reason
