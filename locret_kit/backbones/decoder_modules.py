@@ -1,7 +1,5 @@
 """Modules of a decoder of Llama's form, with the members that are read by name. Modules of another form lack some of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeGuard
 

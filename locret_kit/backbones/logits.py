@@ -1,7 +1,5 @@
 """Logits that a language model makes of final hidden states, with a scale (Granite, Cohere) or a cap (Gemma 2) of its own."""
 
-from __future__ import annotations
-
 from typing import TypeVar, cast
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Dimensions of a backbone, as heads, caches and plans need them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod

@@ -1,7 +1,5 @@
 """Backends: who computes for a cache. One is chosen when the cache meets its model, and every step asks that one."""
 
-from __future__ import annotations
-
 import logging
 from copy import copy
 from functools import cache

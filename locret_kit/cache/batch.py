@@ -5,8 +5,6 @@ text may be at its prompt while another is decoded, and texts come and go betwee
 ``model.generate``, whose texts are rows that are padded to one length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import accumulate

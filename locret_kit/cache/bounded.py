@@ -1,7 +1,5 @@
 """Face of the bounded cache to transformers: a ``Cache`` that never holds more than ``budget + chunk`` rows per head."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 rotation: ``fc1 [q; k; v] = (fc1 W) x + fc1 b`` of a layer's normed input ``x``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, ref

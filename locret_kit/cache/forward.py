@@ -5,8 +5,6 @@ The model may be fed in pieces of any size: evictions happen at boundaries that 
 exceptions: ``clipped`` positions follow the newest token of a piece, and rows in 4 or 2 bits are rounded after a piece.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Pinned text: ranges of positions whose tokens are never evicted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor

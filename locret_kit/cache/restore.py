@@ -1,7 +1,5 @@
 """A cache filled with the tensors of a file, whose digest is right. Dtypes and shapes are checked, and the numbers that index."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """The record of a saved cache: all of its file but the tensors."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, replace
 from typing import Annotated

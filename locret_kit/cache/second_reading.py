@@ -4,8 +4,6 @@ See ``policies.methods.reread`` for the choice. The positions that are read twic
 prompt; the cache takes them as the last tokens of a text of the same length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

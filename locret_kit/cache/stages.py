@@ -1,7 +1,5 @@
 """Stages of a policy: what its merging, its recall and its sparse prefill do in a layer's step and eviction."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

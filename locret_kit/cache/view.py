@@ -1,7 +1,5 @@
 """A policy's view of a layer: new tokens as they enter; slots, with keys, values and queries read where they are asked for."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """``locret-info``: the record of a document. It imports no torch and loads no model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``locret-kept``: the kept tokens of a document, in a terminal or as a page."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

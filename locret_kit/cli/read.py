@@ -1,7 +1,5 @@
 """``locret-read``: a text, read once, as a document. Errors in files are reported before torch is imported."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterable
@@ -87,6 +85,3 @@ def append(target: Path, args: ReadOptions, text: Iterable[str]) -> Done:
 
 
 read = entry(READ, run_read, stopped="stopped; nothing was written", also=(RuntimeError,))
-
-
-# ---- locret-ask ------------------------------------------------------------------------------------------------------

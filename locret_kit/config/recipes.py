@@ -1,7 +1,5 @@
 """The recipes folder, and ``locret-train recipe=NAME key=value ...`` read into a training configuration. No torch."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ compared by the mean difference per example. Its standard error is smaller than 
 if hard examples are hard for both.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import math

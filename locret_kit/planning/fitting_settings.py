@@ -1,7 +1,5 @@
 """The largest settings that fit a number of bytes."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The budget of a text for which nobody named one: a quarter of it, within what window and memory allow."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The error of a run whose device ran out of memory."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

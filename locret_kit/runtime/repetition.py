@@ -9,8 +9,6 @@ its scores.
 Source: KVzip, arXiv 2505.23416, section 3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Prefill a prompt through a bounded cache and decode from it."""
 
-from __future__ import annotations
-
 import time
 from collections import abc
 from collections.abc import Callable, Generator, Iterator

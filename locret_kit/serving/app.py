@@ -4,8 +4,6 @@ Each request gets a name, and may be refused before its body is read. Prompts an
 every cache belongs to the API key that made it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time

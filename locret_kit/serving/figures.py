@@ -1,7 +1,5 @@
 """Figures of a running engine, in Prometheus' text format."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace

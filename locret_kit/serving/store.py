@@ -6,8 +6,6 @@ no token ids: a hash tells whether a prompt starts with the session's tokens. Ab
 are removed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -4,8 +4,6 @@ The rows are those of one text: buffers have no batch axis. An index for attenti
 A letter besides the legend's: N, rows of all heads, end to end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate

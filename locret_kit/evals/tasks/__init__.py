@@ -5,8 +5,6 @@ Sources: RoCo (section 5.1: summaries, context reconstruction, language modellin
 reference, but of a reconstruction it is the text itself); prompts as in EasyKV where it has them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re

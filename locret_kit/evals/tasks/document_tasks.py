@@ -12,8 +12,6 @@ The files come from local folders (``data=``) or from the Hub. An entry has thes
 - ``leave_out``: field values of records to skip.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

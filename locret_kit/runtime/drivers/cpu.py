@@ -4,8 +4,6 @@ Attention, rows and matrix products are that call's; evictions, and scores that 
 two calls. So any text may be decoded the plain way at any token, and be here again at the next.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

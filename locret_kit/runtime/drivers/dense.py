@@ -6,8 +6,6 @@ forward's handler. A timed trial on the card compares fused with separate launch
 separate launches win everywhere, and where a module was exchanged or has hooks.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial

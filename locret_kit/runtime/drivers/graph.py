@@ -5,8 +5,6 @@ number on the device. So is the number of rows before a single token: rows are w
 length. Once the cache is full, every chunk sees the same number of rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
