@@ -39,8 +39,6 @@ from .spec import text_config
 from .undo import Undo, replace_forward, run_eagerly
 from .wrapped import unwrapped
 
-# ---- a forward cut into blocks, after each of which its handler reads the final hidden states -----------------------
-
 
 def read_blocks(handler: Handler, run: Forward, **kwargs: Any) -> DecoderOutput:
     """One forward, cut into the handler's blocks; after each of them it reads the final hidden states."""
@@ -74,9 +72,6 @@ def _of_tokens(value: object, new: slice, tokens: int) -> object:
         if value.shape[-1] == tokens:
             return value[..., new]
     return value
-
-
-# ---- the one place where a backbone's attention is met ----
 
 
 NAME = "locret"

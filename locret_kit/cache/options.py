@@ -73,9 +73,6 @@ class CacheOptions:
         return resolved, schedule
 
 
-# ---- what a forward over a cache must not be given -------------------------------------------------------------------
-
-
 def checked_arguments(arguments: Arguments, ctx: Context, seen: int, rows: int) -> Arguments:
     """The arguments of a forward that continues a cache, after ``seen`` tokens of which it holds ``rows``. A mask that
     shows what the cache shows is left to it.

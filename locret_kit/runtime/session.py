@@ -70,9 +70,6 @@ def _read(engine: Engine, sequence: Sequence, cache: BoundedCache, progress: Cal
             progress(cache.get_seq_length(), len(sequence.request.ids))
 
 
-# ---- how long a reading takes, judged before it begins --------------------------------------------------------------
-
-
 LONG = 8192
 """Tokens of a text whose reading is worth a measurement."""
 MEASURED, WARM = 512, 16

@@ -32,8 +32,6 @@ from .request import LOG
 from .responses_routes import add_responses
 from .state import Server
 
-# ---- what the server is, and texts as tokens -------------------------------------------------------------------------
-
 
 class Tokenize(Part):
     """``POST /tokenize``: of a text, or of the prompt that messages make, with fields of a chat completion."""
@@ -100,9 +98,6 @@ def add_information(app: FastAPI, server: Server) -> None:
     for base in ("", "/v1"):
         app.post(f"{base}/tokenize")(tokenize)
         app.post(f"{base}/detokenize")(detokenize)
-
-
-# ---- what stands around every request --------------------------------------------------------------------------------
 
 
 GONE = 499
@@ -181,9 +176,6 @@ class Guard:
             answer = problem(Refused(error.status_code, error.detail, headers=closed), scope["path"])
             return await answer(scope, receive, send)
         await self.app(scope, bounded, send)
-
-
-# ---- the application -------------------------------------------------------------------------------------------------
 
 
 FILES = {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript", "/page.marked.js": "text/javascript"}

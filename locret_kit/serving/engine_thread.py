@@ -72,8 +72,6 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="locret-engine", daemon=True)
         self._thread.start()
 
-    # ---- from other threads ----------------------------------------------------------------------------------------
-
     def submit(self, *requests: ServerRequest) -> None:
         """Queue requests: all, or none.
 
@@ -175,8 +173,6 @@ class EngineThread:
                 "sessions": self.sessions, "sessions_in_use": self._admission.caches,
                 "sessions_idle": len(self._parked.parked), "beginnings": len(self._admission.prefixes),
             }  # fmt: skip
-
-    # ---- the engine's thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:

@@ -76,8 +76,6 @@ class Records:
         self._enter(0, 0)
         self[0]
 
-    # ---- reading -----------------------------------------------------------------------------------------------------------
-
     def _rows(self, start: int = 0) -> Iterator[dict]:
         """The records from ``start`` on."""
         try:
@@ -126,8 +124,6 @@ class Records:
                 self._enter(self._epoch, end, block, self._number + 1)
             else:
                 self._enter(self._epoch + 1, end)
-
-    # ---- samples -----------------------------------------------------------------------------------------------------------
 
     def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
         """Set ``wanted`` samples aside for validation. Returns them, and ``known`` with their 13-grams added.

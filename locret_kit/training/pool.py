@@ -136,8 +136,6 @@ class PoolTraining(FrozenTraining):
         for heads in self._heads:
             heads.to(self.device, self.backbone.dtype)
 
-    # ---- reading a text --------------------------------------------------------------------------------------------------
-
     def new_cache(self, merges: bool = True) -> BoundedCache:
         """An empty cache. Without merges, the policy's plain eviction for the same budget."""
         policy = replace(self.policy, merge=LearningMerge(self.pool) if merges else None)

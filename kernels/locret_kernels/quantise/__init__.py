@@ -38,9 +38,6 @@ def runs() -> bool:
     return cpp.runs(SOURCE, *OPTIONS)
 
 
-# ---- the numbers, with tensors ----
-
-
 HALF_MAX = torch.finfo(torch.float16).max
 ROUNDING = 2.0**-10
 """Twice the largest relative error of rounding a normal number to float16."""

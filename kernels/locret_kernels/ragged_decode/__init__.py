@@ -29,9 +29,6 @@ def hadamard(size: int, device: torch.device) -> Tensor:
         return torch.kron(torch.eye(size // side, dtype=block.dtype, device="cpu"), block / side**0.5).to(device)
 
 
-# ---- decoding attention over flat rows, in full or in few bits ----
-
-
 class Spans(NamedTuple):
     """Places of the rows of each head among the ``N`` rows of all heads."""
 

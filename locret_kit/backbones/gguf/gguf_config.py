@@ -180,9 +180,6 @@ def _common(fields: ModelFields) -> ConfigFields:
     )
 
 
-# ---- rotation ----------------------------------------------------------------------------------------------------------
-
-
 def _rope(fields: ModelFields, *, partial: bool = False) -> ConfigFields:
     """``rope_parameters``."""
     size = fields.head_dim
@@ -252,9 +249,6 @@ def _check_factors(name: str, factors: Tensor, rotated: int) -> None:
     """Raise ValueError unless the factors, of shape ``[rotated / 2]``, are finite and above 0, one per frequency."""
     if factors.shape != (rotated // 2,) or not bool((factors > 0).all() and factors.isfinite().all()):
         raise ValueError(f"{name} {tuple(factors.shape)} must be {rotated // 2} finite numbers above 0")
-
-
-# ---- architectures -----------------------------------------------------------------------------------------------------
 
 
 def _biases(fields: ModelFields) -> ConfigFields:

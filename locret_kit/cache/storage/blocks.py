@@ -60,8 +60,6 @@ class BlockStore:
         self.last: tuple[Tensor, Recalled] | None = None
         """Numbers of the blocks that came back last, and their slots."""
 
-    # ---- storing ---------------------------------------------------------------------------------------------------
-
     def put(self, slots: Sequence[Tensor], gone_1HS: Tensor, views: Sequence[Tensor]) -> None:
         """Store evicted slots.
 
@@ -135,8 +133,6 @@ class BlockStore:
             setattr(self, name, buffer)
         self.room = room
 
-    # ---- bringing back -----------------------------------------------------------------------------------------------
-
     def load(self, chosen_1HK: Tensor, k_1HSD: Tensor, v_1HSD: Tensor) -> tuple[Recalled, int]:
         """The slots of chosen blocks on the device, ``[1, H, K * size, D]``, and the number of blocks copied there
         for it.
@@ -163,8 +159,6 @@ class BlockStore:
         recalled = Recalled(keys, values, positions, valid)
         self.last = chosen_1HK, recalled
         return recalled, H * K
-
-    # ---- copies, files ------------------------------------------------------------------------------------------------
 
     def export(self) -> dict[str, Tensor]:
         """Stored blocks and their index: tensors ``[1, H, ...]``, as in a file, without the free room. Empty where

@@ -28,9 +28,6 @@ def check_storage(kv_bits: int | str | None, policy: Policy) -> None:
     refuse("few bits", Subject(policy, kv_bits=kv_bits))
 
 
-# ---- codecs ----
-
-
 Column = tuple[torch.dtype, tuple[int, ...]]
 """Dtype of a buffer that has a row per slot, and the shape of one row."""
 
@@ -67,8 +64,6 @@ class Codec(ABC):
         """Whether rows are read into a scratch, so that those that are stored are not the latest."""
         return False
 
-    # ---- rows ------------------------------------------------------------------------------------------------------
-
     @abstractmethod
     def write(self, at: Index, k_HTD: Tensor, v_HTD: Tensor) -> None:
         """Write the new rows ``at``, which are not yet counted."""
@@ -96,8 +91,6 @@ class Codec(ABC):
 
     def clear(self) -> None:
         """Forget all rows."""
-
-    # ---- taken out and put back ------------------------------------------------------------------------------------
 
     def room(self, tensors: Mapping[str, Tensor]) -> int:
         """Rows per head that exported tensors of any shape need room for. Needs ``measure``."""
@@ -146,8 +139,6 @@ class Plain(Codec):
         # [H, capacity, D], or [N, D] of ragged heads: end to end either way.
         return self.keys.flatten(0, -2), self.values.flatten(0, -2)
 
-
-# ---- buffers into which rows in few bits are read -------------------------------------------------------------------
 
 # One pair for all layers of a cache.
 

@@ -153,9 +153,6 @@ def write_summary(out: Path) -> str:
     return text
 
 
-# ---- pages ------------------------------------------------------------------------------------------------------------
-
-
 def environment() -> Environment:
     """The templates of this folder; they escape all text."""
     return Environment(loader=PackageLoader(__package__, ""), autoescape=True)
