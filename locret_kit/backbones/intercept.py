@@ -7,15 +7,13 @@ that ``Rope`` rotates. During such a forward, MLPs run in slices, and the handle
 that it supports (``fused_layers``).
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn, Unpack
+from typing import Any, NoReturn, Self, Unpack
 from weakref import WeakSet
 
 import torch
@@ -190,7 +188,7 @@ class Attachment:
         self._known: KnownCalls = {}
         self._rotaries: dict[str, nn.Module] = {}
 
-    def start(self) -> Attachment:
+    def start(self) -> Self:
         """Meet the model's attention from now on.
 
         Raises:
@@ -278,7 +276,7 @@ class Attachment:
         """Restore forwards, hooks and the attention implementation; safe to call twice."""
         self._undo.run()
 
-    def __enter__(self) -> Attachment:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

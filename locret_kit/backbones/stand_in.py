@@ -3,12 +3,10 @@
 The engine runs the model, so its layers are measured, not transformers' own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +85,7 @@ class StandIn(nn.Module, Described):
                 setattr(self, path, type(module)(config=deepcopy(config)).to(device))
         self.description = assumed(self.config, getattr(self, "rotary_emb", None))
 
-    def get_decoder(self) -> StandIn:
+    def get_decoder(self) -> Self:
         return self
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:

@@ -4,10 +4,8 @@ They live in transformers' own cache layers, which the backbone's modules write.
 copies, saves or forgets the text's rows does the same with them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -28,7 +26,7 @@ class States:
         self.cache = cache
 
     @classmethod
-    def of(cls, model: PreTrainedModel, spec: BackboneSpec) -> States | None:
+    def of(cls, model: PreTrainedModel, spec: BackboneSpec) -> Self | None:
         """States of an empty text; None if the backbone has attention alone."""
         return cls(DynamicCache(config=text_config(model))) if spec.states else None
 

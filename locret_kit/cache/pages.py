@@ -7,12 +7,11 @@ several texts.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 from torch import Tensor
@@ -201,7 +200,7 @@ class PagePool:
         if not all(pool.shape.holds(shape) for pool, shape in zip(self._pools, shapes, strict=True)):
             return
         page = self._free.pop()
-        weakref.finalize(cache, self._free.append, page)
+        finalize(cache, self._free.append, page)
         layers = make_layers(ctx, cache.state.scratch)
         for pool, rows, old in zip(self._pools, layers, cache.bounded, strict=True):
             pool.bind(page, rows)

@@ -1,27 +1,92 @@
-"""A cache filled with the tensors of a file, whose digest is right. Dtypes and shapes are checked, and the numbers that index."""
+"""The record of a saved cache, and a cache filled with the tensors of a file, whose digest is right.
+
+Dtypes and shapes are checked, and the numbers that index.
+"""
 
 import re
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from ..backbones.spec import AttentionLayer, text_config
 from ..naming import first_line, prefixed_errors
-from ..settings import Count
+from ..settings import Count, Resolved
 from ..validation import build, display, validate, validate_fields
 from .bounded import BoundedCache
 from .context import CacheCounters, Context
 from .due import Schedule
-from .saved_record import DTYPES, Saved, Scaling
 from .storage.exports import STATE, exported_shapes, restore_rows, set_counts
 from .storage.rows import BoundedLayer
 
+CREATED = "%Y-%m-%dT%H:%M:%SZ"
+MOST_PINS = 1024
+"""Ranges of pinned positions in a file: each costs a pass over the rows."""
+Scaling = Annotated[float, Interval(gt=0, lt=2**31)]
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REREAD = "reread_positions"
 """Name of the tensor of positions that are read again; absent where none are."""
 HIDDEN = "last_hidden"
 Expected = dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]
 """Tensors by name: their allowed dtypes, and the shape."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """The record of a saved cache, besides its tensors.
+
+    Raises:
+        ValueError: a field of another type or out of its bound; it is named.
+    """
+
+    version: int
+    kit: str
+    created: str
+    """Date and time, UTC."""
+    model: dict[str, object]
+    """See ``backbones.identity``."""
+    heads: str | None
+    """Fingerprint of the retaining heads."""
+    policy: str
+    parts: dict[str, str]
+    """The policy in full, every parameter written out."""
+    pool: str | None
+    """Fingerprint of the weights of a merging policy."""
+    settings: dict[str, object]
+    ropes: list[dict[str, object]] | None
+    """See ``rotations``."""
+    dtype: str
+    batch: Annotated[int, Interval(ge=1, le=1)]
+    """A cache takes one text."""
+    prompt_length: Count | None
+    counters: dict[str, int | float | str]
+    layers: list[dict[str, int | float]]
+    """Counts of each layer."""
+    pins: list[list[Count]]
+    """Positions that are never evicted: pairs of start and end, ascending, with a gap between any two."""
+    document: dict[str, object] | None
+    """Further fields about the text that was read, see ``documents``."""
+
+    def __post_init__(self) -> None:
+        # Anybody may have written the file: every field is checked before one is used.
+        validate_fields(self)
+        with prefixed_errors("created", ValueError):
+            time.strptime(self.created, CREATED)
+        if len(self.pins) > MOST_PINS or any(len(pin) != 2 for pin in self.pins):
+            raise ValueError(f"pins: {len(self.pins)} ranges must be pairs of start and end, at most {MOST_PINS}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={display(self.dtype)} must be one of: {', '.join(DTYPES)}")
+
+    @property
+    def resolved(self) -> Resolved:
+        """The run settings; the backend is chosen anew."""
+        own = {name: value for name, value in self.settings.items() if name != "store_bits"}
+        with prefixed_errors("settings", ValueError):
+            return replace(build(Resolved, own, whole=True), backend=None)
 
 
 def fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where: str) -> None:

@@ -31,8 +31,7 @@ from ..validation import build, display
 from . import file
 from .bounded import BoundedCache
 from .context import Context
-from .restore import HIDDEN, REREAD, fill, shape_in_file
-from .saved_record import CREATED, DTYPES, MOST_PINS, Saved
+from .restore import CREATED, DTYPES, HIDDEN, MOST_PINS, REREAD, Saved, fill, shape_in_file
 from .storage.exports import export_rows
 
 APART = "document."

@@ -1,23 +1,17 @@
 """``locret-ask``: answers from a document. Errors in files are reported before torch is imported."""
 
-from __future__ import annotations
-
 import codecs
 import json
 import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..cache.file import read_record
 from ..config.infer_options import ASK, AskOptions
 from ..files import read_utf8
 from ..naming import prefixed_errors
 from .command import check_question, entry, evidence_lines, note, record_of, write_answer
-
-if TYPE_CHECKING:
-    from ..documents.document import Document
 
 
 def run_ask(args: AskOptions) -> int:
@@ -29,7 +23,10 @@ def run_ask(args: AskOptions) -> int:
     generation = generation_of(args)
     document, chosen = open_document(args.book, args, args.force)
     if not args.quiet:
-        for line in filter(None, (*chosen.warnings, repeated(document))):
+        seen = f"the first {document.cache.get_seq_length()} of {document.tokens} tokens are in the cache"
+        policy = document.cache.policy
+        again = f"policy={policy.name} reads passages again for each question; {seen}" if policy.reread else None
+        for line in filter(None, (*chosen.warnings, again)):
             note(line)
     document.prepare()
     for number, question in enumerate(questions):
@@ -52,13 +49,6 @@ def run_ask(args: AskOptions) -> int:
         for line in () if args.quiet else remarks(answer, args):
             note(line)
     return 0
-
-
-def repeated(document: Document) -> str | None:
-    """Text that is read again with each question, where it is more than the text's open end."""
-    cache = document.cache
-    seen = f"the first {cache.get_seq_length()} of {document.tokens} tokens are in the cache"
-    return f"policy={cache.policy.name} reads passages again for each question; {seen}" if cache.policy.reread else None
 
 
 def questions_of(args: AskOptions) -> list[str]:

@@ -15,8 +15,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..backbones.identity import first_difference, tokenizer_identity
+from ..cache.restore import Saved
 from ..cache.saved import CacheFile
-from ..cache.saved_record import Saved
 from ..naming import prefixed_errors
 from ..settings import Count, Share
 from ..text.template import has_template, render_prompt

@@ -3,15 +3,13 @@
 The parts are in ``base``, their names in ``registry``, and the grammar that composes them in ``grammar``.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial, reduce
 from math import floor
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -165,11 +163,11 @@ class Policy:
         """Whether heads of one layer may hold different numbers of slots."""
         return self.allocation.layout != "equal"
 
-    def at(self, budget: int) -> Policy:
+    def at(self, budget: int) -> Self:
         """The policy with its recall sized for a budget of n slots per head."""
         return self if self.recall is None else replace(self, recall=self.recall.at(budget))
 
-    def watched(self) -> Policy:
+    def watched(self) -> Self:
         """The policy with ``evidence``; itself where sparse prefill leaves attention out."""
         return self if self.sparse is not None else replace(self, evidence=True)
 

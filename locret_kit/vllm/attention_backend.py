@@ -6,10 +6,8 @@ change of the batch's rows. It tracks the requests of the batch, refuses those t
 logits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -38,7 +36,7 @@ class BoundedSpec(CircularBufferSpec):
     """One block a request. vLLM finds the manager of its base class, which claims a block when a request comes and no other."""
 
     @classmethod
-    def of(cls, pages: EnginePages) -> BoundedSpec:
+    def of(cls, pages: EnginePages) -> Self:
         """The block that is a page."""
         shape = pages.shape
         return cls(

@@ -5,8 +5,6 @@ vLLM hands its model to none of its parts, so modules are watched while it is bu
 unrotated in an engine that asks for a bounded cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Rotary embeddings of vLLM that leave queries and keys as they are, in an engine that asks for a bounded cache."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers import rotary_embedding as known
