@@ -32,7 +32,9 @@ def rotations_of(reading: Reading, found: DecoderAttention) -> tuple[Rotation, .
     unknown = "attention of {!r} rotates queries and keys in a way that the kit does not know"
     made: dict[int, Rotation] = {}
     for call, before, after in zip(found.calls, second.calls, first.calls, strict=True):
-        norms = _norms(reading.decoder, call.module, before.q.shape[-1])
+        # Weights [D] within the attention, by path: possible norms of a head's channels.
+        weights = reading.decoder.get_submodule(call.module).named_parameters()
+        norms = {f"{call.module}.{path}": weight for path, weight in weights if weight.shape == before.q.shape[-1:]}
         form = rotation_between(rotaries, (before.q, before.k), (after.q, after.k), norms)
         if form is None or made.setdefault(call.layer, form) != form:
             raise UnsupportedArchitecture(unknown.format(call.module))
@@ -45,18 +47,12 @@ def rotations_of(reading: Reading, found: DecoderAttention) -> tuple[Rotation, .
     return tuple(made[layer] for layer in range(len(found.spec.layers)))
 
 
-def _norms(decoder: nn.Module, attention: str, D: int) -> dict[str, Tensor]:
-    """Weights ``[D]`` within an attention module, by path: possible norms of a head's channels."""
-    weights = decoder.get_submodule(attention).named_parameters()
-    return {f"{attention}.{path}": weight for path, weight in weights if weight.shape == (D,)}
-
-
 def rotation_between(
     rotaries: dict[str, nn.Module], before: Sequence[Tensor], after: Sequence[Tensor], norms: Mapping[str, Tensor] = {},
     first: str = "",
 ) -> Rotation | None:  # fmt: skip
     """The rotation between queries and keys ``[B, heads, T, D]`` before and after RoPE; None if no known form fits.
-    ``norms``: see ``_norms``. ``first``: the buffer to try first, since another may be equal in a few tokens."""
+    ``norms``: weights ``[D]`` by path. ``first``: the buffer to try first, since another may be equal in a few tokens."""
     pairs = list(zip(before, after, strict=True))
     if all(close(a, b) for a, b in pairs):
         return Rotation()

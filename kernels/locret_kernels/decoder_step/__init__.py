@@ -5,8 +5,6 @@ A decoded token reads every weight once and computes little, so its time is that
 come between. Here a few threads stay in one function from the words to the logits, and read weights once for all texts.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Iterable
 from functools import cache

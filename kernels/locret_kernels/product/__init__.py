@@ -4,8 +4,6 @@ then multiplied.
 Letters: T tokens, N rows of the matrix, K its columns, B blocks of a row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

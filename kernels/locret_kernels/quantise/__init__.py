@@ -9,8 +9,6 @@ ours.
 (``locret_kit/cache/storage``).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

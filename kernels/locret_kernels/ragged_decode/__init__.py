@@ -1,7 +1,5 @@
 """Attention of one new token over heads that hold different numbers of rows, in full or in few bits: the definition, in torch."""
 
-from __future__ import annotations
-
 from functools import cache, reduce
 from typing import NamedTuple
 
