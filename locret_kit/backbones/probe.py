@@ -21,12 +21,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .decoder_attention import AttentionCall, DecoderAttention, Described, Rotation, frequencies_of, rotaries_of
 from .decoder_modules import DecoderStack, decoder_of
 from .libraries import ASKED_FOR_STATES, holds_states, layer_kinds
-from .recording import TOKENS, IndexedCache, Reading, RecordedCall, RecordedRun, close, observed, same
+from .recording import TOKENS, IndexedCache, Reading, RecordedCall, RecordedRun, close, observed, same, window_of
 from .rotations import rotations_of
 from .shortcuts import reads_pieces, with_shortcuts
 from .spec import AttentionLayer, BackboneSpec, StateSize, UnsupportedArchitecture, activation_of, spec_of, text_config
 from .states import States
-from .windows import window_of
 from .wrapped import unwrapped
 
 

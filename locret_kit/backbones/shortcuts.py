@@ -9,10 +9,9 @@ from .decoder_attention import DecoderAttention, rotate, unrotate
 from .decoder_modules import DecoderStack
 from .fused_layers import REFERENCE, fuse_layers
 from .products import NotDense, projections
-from .recording import TOKENS, Reading, RecordedRun, close
+from .recording import FARTHEST, TOKENS, Reading, RecordedRun, close
 from .skipped_rotations import skip_rotations
 from .undo import Undo
-from .windows import FARTHEST
 
 # Each is tried, and taken where the decoder gives what it gives by itself.
 

@@ -22,19 +22,14 @@ CODEBOOKS = 4 * (16 + 256) + 4
 """Bytes beside each 4-bit matrix: values of weights' and of scales' codes, and the scales' mean."""
 
 
-def check_weight_bits(bits: int | None) -> None:
-    """Raise ValueError for bits that weights cannot have."""
-    if bits is not None and bits not in WEIGHT_BITS:
-        raise ValueError(f"weight_bits={bits} must be {' or '.join(map(str, WEIGHT_BITS))}")
-
-
 def quantisation(bits: int, dtype: torch.dtype, device: torch.device) -> BitsAndBytesConfig:
     """transformers' configuration that quantises weights while they are loaded.
 
     Raises:
         ValueError: other bits, or a device without kernels in bitsandbytes. ImportError: bitsandbytes is not installed.
     """
-    check_weight_bits(bits)
+    if bits not in WEIGHT_BITS:
+        raise ValueError(f"weight_bits={bits} must be {' or '.join(map(str, WEIGHT_BITS))}")
     if find_spec("bitsandbytes") is None:
         raise ImportError(f"weight_bits={bits} needs bitsandbytes: {install_line('quantised')}")
     # It says once for each matrix and call that activations become float16 for LLM.int8().

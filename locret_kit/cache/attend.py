@@ -11,12 +11,7 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
-from torch.backends.cuda import (
-    SDPAParams,
-    can_use_cudnn_attention,
-    can_use_efficient_attention,
-    can_use_flash_attention,
-)
+from torch.backends import cuda
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
@@ -308,10 +303,10 @@ def attend_rows(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, 
 
 def _is_fused(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask_TS: Tensor | None) -> bool:
     """Whether a kernel of PyTorch on a card computes attention to the lower right, or by a mask, without all logits in memory."""
-    asked = SDPAParams(q_BQTD, k_BHSD, v_BHSD, mask_TS, 0.0, False, q_BQTD.shape[1] > k_BHSD.shape[1])
+    asked = cuda.SDPAParams(q_BQTD, k_BHSD, v_BHSD, mask_TS, 0.0, False, q_BQTD.shape[1] > k_BHSD.shape[1])
     if mask_TS is None:  # cuDNN has no such mask by itself
-        return can_use_flash_attention(asked) or can_use_efficient_attention(asked)
-    return can_use_efficient_attention(asked) or can_use_cudnn_attention(asked)
+        return cuda.can_use_flash_attention(asked) or cuda.can_use_efficient_attention(asked)
+    return cuda.can_use_efficient_attention(asked) or cuda.can_use_cudnn_attention(asked)
 
 
 def attend_text(

@@ -15,8 +15,8 @@ from locret_kernels.sparse_attend import Blocks
 
 from ..backbones.decoder_attention import DecoderAttention, Rope, same_rotation
 from ..backbones.probe import describe
+from ..backbones.recording import FARTHEST
 from ..backbones.spec import AttentionLayer, BackboneSpec, text_config
-from ..backbones.windows import FARTHEST
 from ..heads import RetainingHeads
 from ..policies import Policy
 from ..policies.base import Slots

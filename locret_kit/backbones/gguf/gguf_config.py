@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, __version__
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
@@ -139,7 +138,7 @@ def _by_transformers(file: GgufFile, name: str) -> PreTrainedConfig:
     if file.architecture not in GGUF_CONFIG_ARCHS:
         raise ValueError(
             f"architecture={file.architecture!r:.60} of a GGUF file is not mapped; there are: {', '.join(ARCHITECTURES)}; by "
-            f"transformers {transformers.__version__}: {', '.join(GGUF_CONFIG_ARCHS)}. Give the model's own folder or Hub id"
+            f"transformers {__version__}: {', '.join(GGUF_CONFIG_ARCHS)}. Give the model's own folder or Hub id"
         )
     if len({tensor.path for tensor in file.tensors.values()}) > 1:
         raise ValueError(f"architecture={file.architecture!r} in parts: join them first (llama-gguf-split --merge)")

@@ -1,6 +1,6 @@
 """SirLLM, arXiv 2405.12528: the token's entropy, the first tokens and the newest."""
 
-from typing import ClassVar, TypeVar, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from ...backbones.decoder_modules import decoder_of
 from ..base import Weight
 from ..registry import Sinks, Window, part, register
 
-M = TypeVar("M", bound=nn.Module)
 SLICE = 64
 """Tokens whose logits exist at once."""
 
@@ -78,8 +77,7 @@ def own_logits(model: PreTrainedModel, hidden_BTE: Tensor, ids_BT: Tensor) -> Te
     decoder = decoder_of(model)
     path = next(name for name, module in model.named_modules() if module is decoder)
     # Copies of the modules on the way, since other threads may run the model meanwhile.
-    outermost = _shallow(model)
-    copied: nn.Module = outermost
+    outermost = copied = _shallow(model)
     for name in path.split("."):
         inner = copied._modules[name] = _shallow(cast(nn.Module, copied._modules[name]))
         copied = inner
@@ -88,7 +86,7 @@ def own_logits(model: PreTrainedModel, hidden_BTE: Tensor, ids_BT: Tensor) -> Te
     return logits
 
 
-def _shallow(module: M) -> M:
+def _shallow(module: nn.Module) -> nn.Module:
     """A copy of a module with the same parameters and submodules, so that a submodule can be replaced. It uses the forward of its
     class, because a patched forward calls the original module."""
     new = object.__new__(type(module))
