@@ -326,14 +326,10 @@ def attend_text(
     return F.scaled_dot_product_attention(q_BQTD, k_BHTD, v_BHTD, is_causal=True, scale=scaling, enable_gqa=gqa)
 
 
-# ---- one token's attention over all heads of a layer in one call, whatever their lengths and the bits of their rows -
-
-# Lengths and positions may be known to the device alone, and nothing is read back from it.
-
-
 @dataclass(frozen=True)
 class VarlenRows:
-    """Rows of a layer as the decoding kernels read them, in place: ``N`` of all heads, a stretch each."""
+    """Rows of a layer as the decoding kernels read them, in place: ``N`` of all heads, a stretch each. Lengths and positions may be
+    known to the device alone, and nothing is read back from it."""
 
     rows: Rows
     """Keys and values ``[N, D]``."""

@@ -31,10 +31,6 @@ from .storage.codec import CODECS, Plain, Scratch
 from .storage.layouts import LAYOUTS, EqualRows
 from .storage.rows import BoundedLayer
 
-# ---- what recall remembers beside the stores ------------------------------------------------------------------------
-
-# Its work on a text, and what the layers of a forward gave to blocks.
-
 
 @dataclass
 class RecallCounters:
@@ -54,9 +50,6 @@ class RecallCounters:
 BlockScores = dict[tuple[int, int], Tensor]
 """Scores ``[B, 1, N]`` that the layers of one forward gave to the blocks, the most of any layer so far, for each piece of the
 forward: by its first token and its length."""
-
-
-# ---- constants of a bound cache ----
 
 
 Pins = tuple[tuple[int, int], ...]
@@ -304,11 +297,6 @@ def layer_budgets(policy: Policy, schedule: Schedule, windows: Sequence[int | No
     s, full = schedule, sum(window is None for window in windows)
     shares = iter(policy.layer_budgets(s.budget, full, s.chunk, s.stabilizers, s.tail, s.prompt_length))
     return [next(shares) if window is None else 0 for window in windows]
-
-
-# ---- layers of a bound cache ----------------------------------------------------------------------------------------
-
-# Where and how the rows of each are stored, and how many.
 
 
 def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:

@@ -205,9 +205,6 @@ def to_csv(cells: Iterable[Cell]) -> str:
     return text.getvalue()
 
 
-# ---- two policies on the same prompts ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Difference:
     """A policy minus the one that it is compared with, over the examples that both have answered."""

@@ -22,10 +22,7 @@ from .slots import joined
 
 H = TypeVar("H")
 
-# ---- whole numbers of slots from shares -----------------------------------------------------------------------------
-
-# Sums are exact, whatever is rounded.
-
+# Whole numbers of slots from shares: sums are exact, whatever is rounded.
 
 WHOLE = 10**6
 """Unit of shares on the device: 1 / ``WHOLE`` of a slot."""
@@ -74,8 +71,6 @@ def raised(budgets_BH: Tensor, least_BH: Tensor) -> Tensor:
     whole_BH, rest_BH = spare_BH * total_B[:, None] // spare_B1, spare_BH * total_B[:, None] % spare_B1
     return least_BH + rounded_on_device(whole_BH * WHOLE + rest_BH * WHOLE // spare_B1, spare_BH, total_B)
 
-
-# ---- a policy ----
 
 EVIDENCE = "sum"
 """The statistic of ``Policy.evidence``."""

@@ -24,9 +24,6 @@ from ..product import cpu as product
 __all__ = ["row_products"]
 
 
-# ---- matrix products of a token, with the norm, gate or residual next to them ----
-
-
 class RowProducts(NamedTuple):
     """Weights of one launch: matrices, the norm before them, and whether a gate follows."""
 
@@ -117,9 +114,6 @@ def format_at(form: str) -> np.ndarray:
     size, library = FORMATS[form], product.load(form)
     rows, unpack = (ctypes.cast(call, ctypes.c_void_p).value for call in (library.locret_rows, library.locret_unpack))
     return FORMAT.of(block=size.block, nbytes=size.nbytes, rows=rows, unpack=unpack)
-
-
-# ---- copies of float32 weights in bfloat16, one after another in large pages ----
 
 
 ADVICE = 14
