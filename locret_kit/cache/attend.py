@@ -328,8 +328,10 @@ def attend_text(
 
 @dataclass(frozen=True)
 class VarlenRows:
-    """Rows of a layer as the decoding kernels read them, in place: ``N`` of all heads, a stretch each. Lengths and positions may be
-    known to the device alone, and nothing is read back from it."""
+    """Rows of a layer as the decoding kernels read them, in place: ``N`` of all heads, a stretch each.
+
+    Lengths and positions may be known to the device alone, and nothing is read back from it.
+    """
 
     rows: Rows
     """Keys and values ``[N, D]``."""

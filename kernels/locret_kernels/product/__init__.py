@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 __all__ = ["product"]
 
-# Formats are those of a GGUF file: a row of numbers is a row of blocks. A block holds an integer code of each of its numbers, and steps and lowest numbers of
-# groups of them. Source: ``ggml-common.h`` and ``ggml-quants.c`` of ggml.
+# Formats are those of a GGUF file: a row of numbers is a row of blocks. A block holds an integer code of each of its numbers, and
+# steps and lowest numbers of groups of them. Source: ``ggml-common.h`` and ``ggml-quants.c`` of ggml.
 
 
 @dataclass(frozen=True)
