@@ -6,17 +6,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from .decoder_attention import (
-    DecoderAttention,
-    Rope,
-    Rotation,
-    frequencies_of,
-    rotaries_of,
-    rotate,
-    scaling_of,
-    unrotate,
-)
+from .decoder_attention import DecoderAttention, Rotation, frequencies_of, rotaries_of, scaling_of, unrotate
 from .recording import Reading, RecordedCall, close
+from .rope import Rope, rotate
 from .spec import UnsupportedArchitecture
 from .undo import Undo
 

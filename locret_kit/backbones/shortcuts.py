@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import torch
 
-from .decoder_attention import DecoderAttention, rotate, unrotate
+from .decoder_attention import DecoderAttention, unrotate
 from .decoder_modules import DecoderStack
 from .fused_layers import REFERENCE, fuse_layers
 from .products import NotDense, projections
 from .recording import FARTHEST, TOKENS, Reading, RecordedRun, close
+from .rope import rotate
 from .skipped_rotations import skip_rotations
 from .undo import Undo
 

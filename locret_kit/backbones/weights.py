@@ -11,11 +11,11 @@ from locret_kernels.fused import rms_norm
 from locret_kernels.product import unpack
 
 from .bfloat16 import is_own_hook
-from .decoder_attention import rotate
 from .decoder_modules import Layer, decoder_of, is_rms_norm, is_silu
 from .gguf.gguf_model import PackedEmbedding, PackedLinear
 from .probe import describe
 from .products import PLAIN, NotDense, Product, pieces, product_of, projections
+from .rope import rotate
 from .undo import has_own_forward
 
 PACKED = (PackedEmbedding, PackedLinear)

@@ -9,8 +9,8 @@ import torch
 from torch import LongTensor, Tensor
 from transformers import PreTrainedModel
 
-from ..backbones.decoder_attention import same_rotation
 from ..backbones.intercept import active_handler
+from ..backbones.rope import same_rotation
 from ..backbones.states import StatefulCache, States
 from ..heads import RetainingHeads
 from ..policies import EVIDENCE, Policy

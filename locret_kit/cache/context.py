@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from locret_kernels.sparse_attend import Blocks
 
-from ..backbones.decoder_attention import DecoderAttention, Rope, same_rotation
+from ..backbones.decoder_attention import DecoderAttention
 from ..backbones.probe import describe
 from ..backbones.recording import FARTHEST
+from ..backbones.rope import Rope, same_rotation
 from ..backbones.spec import AttentionLayer, BackboneSpec, text_config
 from ..heads import RetainingHeads
 from ..policies import Policy

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..settings import INT32_MAX, Resolved
-
-if TYPE_CHECKING:
-    from .storage.rows import BoundedLayer
+from .storage.rows import BoundedLayer
 
 PIECE = 512
 """Tokens a forward takes at most in the one-shot form, whose chunk is the prompt."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
 from weakref import WeakSet, finalize
 
 import torch
@@ -24,14 +23,12 @@ from ..backbones.stand_in import config_of_rank
 from ..policies import Policy
 from ..policies.capabilities import reason
 from ..settings import Resolved
+from .bounded import BoundedCache
 from .context import layer_rows, make_layers
+from .state import TextState
 from .storage.codec import Scratch
 from .storage.exports import copy_rows
 from .storage.rows import BoundedLayer, Page
-
-if TYPE_CHECKING:
-    from .bounded import BoundedCache
-    from .state import TextState
 
 ALIGNMENT = 8
 """Bytes: a row's are a multiple of it, so that buffers of every type begin where they may."""

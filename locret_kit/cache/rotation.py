@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..backbones.decoder_attention import Rope
+from ..backbones.rope import Rope
 from ..settings import read_positions
 
 # One formula for the position of a cached key, under three names.

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from locret_kernels.sparse_attend import Blocks
 
-from ..backbones.decoder_attention import Rope, rotate
+from ..backbones.rope import Rope, rotate
 from ..policies import Policy
 from ..policies.base import BlockIndex, Merge, Recall, Slots, Sparse, resolve_count, wide
 from ..settings import FIRST

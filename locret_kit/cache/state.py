@@ -11,8 +11,9 @@ from functools import cache, partial
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..backbones.decoder_attention import Softmax, same_rotation
+from ..backbones.decoder_attention import Softmax
 from ..backbones.probe import describe
+from ..backbones.rope import same_rotation
 from ..backbones.states import States
 from ..backbones.wrapped import unwrapped
 from . import step, view

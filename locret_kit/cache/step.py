@@ -18,7 +18,8 @@ from locret_kernels.attend import ChunkRotation
 from locret_kernels.enter import Score
 from locret_kernels.ragged_decode import Angles, Rotation
 
-from ..backbones.decoder_attention import Rope, Softmax
+from ..backbones.decoder_attention import Softmax
+from ..backbones.rope import Rope
 from .attend import VarlenRows, attend_heads, decode_rows
 from .context import Context
 from .due import Due

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from locret_kernels.enter import HeadProduct, Score
 
-from ..backbones.decoder_attention import Rope, rotate
+from ..backbones.rope import Rope, rotate
 from ..heads import RetainingHead
 from ..policies.base import Entry, PrefillMask, Slots
 from .context import Context

@@ -19,8 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from locret_kernels.backend import choose, function
 
-from ..backbones.decoder_attention import Handler, LayerInput, Softmax, rotate
+from ..backbones.decoder_attention import Handler, LayerInput, Softmax
 from ..backbones.intercept import attach
+from ..backbones.rope import rotate
 from ..cache.bounded import BoundedCache
 from ..cache.storage.codec import Plain
 from ..cache.storage.layouts import RaggedRows

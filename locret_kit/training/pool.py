@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ..backbones.decoder_attention import DecoderAttention, LayerInput, Softmax, rotate
+from ..backbones.decoder_attention import DecoderAttention, LayerInput, Softmax
 from ..backbones.libraries import forward
 from ..backbones.probe import describe
+from ..backbones.rope import rotate
 from ..backbones.spec import BackboneSpec
 from ..cache.attend import attend_rows
 from ..cache.bounded import BoundedCache

@@ -17,8 +17,8 @@ from locret_kernels.ragged_decode.cpu import ragged_decode as on_cpu
 from locret_kernels.rotate import rotate_rows
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones import bfloat16
-from locret_kit.backbones.decoder_attention import Rope
 from locret_kit.backbones.libraries import CACHE
+from locret_kit.backbones.rope import Rope
 from locret_kit.backbones.undo import Undo
 from locret_kit.cache.backend import CpuBackend
 from locret_kit.cache.storage.codec import Scratch
