@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from .decoder_attention import Choice
 from .decoder_modules import decoder_of
+from .handlers import Choice
 from .undo import Forward, Undo, has_own_forward, replace_forward
 
 FEWEST = 64

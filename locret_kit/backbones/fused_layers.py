@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from locret_kernels.fused import rms_norm, swiglu
 
-from .decoder_attention import Choice, LayerOperations
 from .decoder_modules import DecoderStack, GatedMlp, Layer, RmsNorm, is_gated, is_rms_norm, is_silu
+from .handlers import Choice, LayerOperations
 from .undo import Forward, Undo, has_own_forward, replace_forward
 
 REFERENCE = LayerOperations(rms_norm, swiglu, F.linear)

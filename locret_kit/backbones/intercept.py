@@ -25,9 +25,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention_interface import Attended, Method, meet_attention
 from .bfloat16 import give_rows, widen
-from .decoder_attention import Calls, DecoderAttention, Handler, KnownCalls, LayerOperations, rotaries_of, unrotate
+from .decoder_attention import Calls, DecoderAttention, KnownCalls, rotaries_of, unrotate
 from .decoder_modules import DecoderOutput, DecoderStack, Forward, decoder_of, device_of
 from .fused_layers import fuse_layers
+from .handlers import Handler, LayerOperations
 from .libraries import cache_among
 from .mlp_slices import slice_mlps
 from .probe import describe

@@ -17,8 +17,8 @@ from transformers.masking_utils import eager_mask
 from locret_kernels.attend import attend_and_count
 
 from .attention_interface import Attended, Method, is_softmax, meet_attention
-from .decoder_attention import Softmax
 from .decoder_modules import DecoderStack
+from .handlers import Softmax
 from .libraries import CACHE
 from .spec import UnsupportedArchitecture
 from .undo import Undo, run_eagerly

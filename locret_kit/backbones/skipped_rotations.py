@@ -8,8 +8,8 @@ from types import ModuleType
 
 from torch import Tensor
 
-from .decoder_attention import Choice
 from .decoder_modules import DecoderStack
+from .handlers import Choice
 from .undo import Undo, replace_forward
 
 Pair = tuple[Tensor, Tensor]

@@ -20,7 +20,7 @@ from locret_kernels.backend import capability, choose, function
 from locret_kernels.column_stats import MARGIN
 from locret_kernels.ragged_decode import Angles, Rotation, Rows, Spans
 
-from ..backbones.decoder_attention import Softmax
+from ..backbones.handlers import Softmax
 from ..backbones.spec import AttentionLayer
 from ..naming import first_line
 from .graphs import capture, quickest

@@ -19,7 +19,7 @@ from locret_kernels.fused import rms_norm, swiglu
 from locret_kernels.sparse_attend import Blocks
 
 from ..backbones.bfloat16 import product
-from ..backbones.decoder_attention import LayerOperations, Linear, Softmax
+from ..backbones.handlers import LayerOperations, Linear, Softmax
 from ..backbones.rope import rotate_lean
 from ..registry import Registry
 from .attend import attend_rows, attend_window, chunk_attention, steady_attention, varlen_operator

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..backbones.decoder_attention import Arguments, Handler, LayerInput, LayerOperations, Softmax
+from ..backbones.handlers import Arguments, Handler, LayerInput, LayerOperations, Softmax
 from ..heads import RetainingHeads, loaded
 from ..policies import Policy
 from ..policies.capabilities import refuse

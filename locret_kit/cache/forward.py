@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..backbones.decoder_attention import Arguments, Handler, LayerInput, LayerOperations, Softmax
+from ..backbones.handlers import Arguments, Handler, LayerInput, LayerOperations, Softmax
 from . import step
 from .options import checked_arguments
 from .state import TextState

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..backbones.decoder_attention import Arguments
+from ..backbones.handlers import Arguments
 from ..backbones.spec import text_config
 from ..heads import RetainingHeads, loaded
 from ..policies import Policy

@@ -11,7 +11,7 @@ from functools import cache, partial
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..backbones.decoder_attention import Softmax
+from ..backbones.handlers import Softmax
 from ..backbones.probe import describe
 from ..backbones.rope import same_rotation
 from ..backbones.states import States

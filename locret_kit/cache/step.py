@@ -18,7 +18,7 @@ from locret_kernels.attend import ChunkRotation
 from locret_kernels.enter import Score
 from locret_kernels.ragged_decode import Angles, Rotation
 
-from ..backbones.decoder_attention import Softmax
+from ..backbones.handlers import Softmax
 from ..backbones.rope import Rope
 from .attend import VarlenRows, attend_heads, decode_rows
 from .context import Context

@@ -14,7 +14,7 @@ from torch import Tensor
 from locret_kernels.backend import function
 from locret_kernels.enter import HeadProduct, Score
 
-from ..backbones.decoder_attention import LayerInput, Softmax
+from ..backbones.handlers import LayerInput, Softmax
 from ..backbones.rope import Rope, Tables
 from .attend import VarlenRows
 from .context import Context

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from locret_kernels.backend import choose, function
 
-from ..backbones.decoder_attention import Handler, LayerInput, Softmax
+from ..backbones.handlers import Handler, LayerInput, Softmax
 from ..backbones.intercept import attach
 from ..backbones.rope import rotate
 from ..cache.bounded import BoundedCache

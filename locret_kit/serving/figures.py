@@ -51,8 +51,7 @@ class Counters(SimpleNamespace):
     def __init__(self) -> None:
         super().__init__(**dict.fromkeys(COUNTERS, 0))
         for name, says in TIMES.items():
-            times = Histogram(f"locret_{name}_seconds", says, buckets=BUCKETS, registry=None)
-            setattr(self, f"{name}_s", times)
+            setattr(self, f"{name}_s", Histogram(f"locret_{name}_seconds", says, buckets=BUCKETS, registry=None))
 
     def count(self, request: ServerRequest, sequence: Sequence) -> None:
         """A request that has ended."""

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from ..backbones.decoder_attention import Handler, LayerInput, Softmax
 from ..backbones.decoder_modules import decoder_of
+from ..backbones.handlers import Handler, LayerInput, Softmax
 from ..backbones.probe import describe
 from ..backbones.rope import Rope, rotated_text
 from ..backbones.spec import AttentionLayer

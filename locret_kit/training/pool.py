@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ..backbones.decoder_attention import DecoderAttention, LayerInput, Softmax
+from ..backbones.decoder_attention import DecoderAttention
+from ..backbones.handlers import LayerInput, Softmax
 from ..backbones.libraries import forward
 from ..backbones.probe import describe
 from ..backbones.rope import rotate

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones import skipped_rotations
-from locret_kit.backbones.decoder_attention import LayerOperations
 from locret_kit.backbones.fused_layers import fuse_layers
+from locret_kit.backbones.handlers import LayerOperations
 from locret_kit.backbones.intercept import operations
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.skipped_rotations import ROTATION

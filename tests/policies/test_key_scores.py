@@ -9,7 +9,7 @@ import torch
 from policy_oracle import rotated, softmax
 from tiny_models import tiny_model
 
-from locret_kit.backbones.decoder_attention import Handler, Softmax
+from locret_kit.backbones.handlers import Handler, Softmax
 from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.rope import Rope, rotate

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny_models import FAMILIES, tiny_model
 
 from locret_kit import HeadsConfig, RetainingHeads, attach
-from locret_kit.backbones.decoder_attention import Handler
+from locret_kit.backbones.handlers import Handler
 from locret_kit.backbones.probe import describe
 from locret_kit.backbones.rope import rotate
 from locret_kit.backbones.spec import spec_of

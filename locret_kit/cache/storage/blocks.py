@@ -4,10 +4,8 @@ Block ``n`` holds the tokens at positions ``n * size`` to ``n * size + size - 1`
 evicted; the others are among the layer's rows still. Every head fills its blocks by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -30,9 +28,9 @@ class Recalled(NamedTuple):
     valid: Tensor
     """``[1, H, R]`` bool: False where a row holds no slot."""
 
-    def of(self, heads: slice) -> Recalled:
+    def of(self, heads: slice) -> Self:
         """The slots of some heads."""
-        return Recalled(*(x[:, heads] for x in self))
+        return self._make(x[:, heads] for x in self)
 
 
 class BlockStore:
