@@ -14,7 +14,7 @@ channels.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import Annotated, ClassVar, Protocol, Self
+from typing import Annotated, ClassVar, Protocol
 
 import torch
 from annotated_types import Interval, Predicate
@@ -346,7 +346,7 @@ class Recall(Part, Protocol):
     """Scope of the choice of blocks: per 'head', per 'layer', or for the 'model' by the maximum over the layers
     so far."""
 
-    def at(self, budget: int) -> Self:
+    def at(self, budget: int) -> "Recall":
         """The part with sizes for a budget of n slots per head."""
         return self
 

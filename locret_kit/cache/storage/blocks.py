@@ -5,7 +5,7 @@ evicted; the others are among the layer's rows still. Every head fills its block
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +28,9 @@ class Recalled(NamedTuple):
     valid: Tensor
     """``[1, H, R]`` bool: False where a row holds no slot."""
 
-    def of(self, heads: slice) -> Self:
+    def of(self, heads: slice) -> "Recalled":
         """The slots of some heads."""
-        return self._make(x[:, heads] for x in self)
+        return Recalled(*(x[:, heads] for x in self))
 
 
 class BlockStore:
