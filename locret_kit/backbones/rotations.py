@@ -1,4 +1,4 @@
-"""The rotation of every layer: queries and keys of two readings that differ by it alone (see probe)."""
+"""The rotation of every layer: queries and keys of two readings that differ by it alone (see ``probe``)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

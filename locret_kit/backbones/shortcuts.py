@@ -1,4 +1,4 @@
-"""Shortcuts that a decoder allows, tried on it."""
+"""Shortcuts of a decoder: each is tried, and taken where the decoder gives what it gives by itself."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,8 +13,6 @@ from .recording import FARTHEST, TOKENS, Reading, RecordedRun, close
 from .rope import rotate
 from .skipped_rotations import skip_rotations
 from .undo import Undo
-
-# Each is tried, and taken where the decoder gives what it gives by itself.
 
 
 def with_shortcuts(reading: Reading, found: DecoderAttention) -> DecoderAttention:
