@@ -1,4 +1,4 @@
-"""Receivers of the attention calls of a backbone's forward, set by ``intercept``, and what they are given."""
+"""Receivers of the attention calls of a backbone's forward, set by ``intercept``, and the types of their arguments."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """MLPs of a backbone in slices of rows while it is attached.
 
 Hidden states between an MLP's two matrix products are the widest of a layer, and no token needs another's. A slice is large
-enough to lose nothing: with ``SLICE`` rows a matrix product does as many multiplications for each weight that it reads, ten
-times what a card needs to be busy computing (an H100: about 300 operations in bfloat16 a byte). Chunks up to that length, and
+enough to lose nothing. With ``SLICE`` rows a matrix product does as many multiplications for each weight that it reads. A card
+needs a tenth of that to be busy computing (an H100: about 300 operations in bfloat16 a byte). Chunks up to that length, and
 decoding, run as ever.
 """
 

@@ -44,7 +44,10 @@ def rotation_between(
     first: str = "",
 ) -> Rotation | None:  # fmt: skip
     """The rotation between queries and keys ``[B, heads, T, D]`` before and after RoPE; None if no known form fits.
-    ``norms``: weights ``[D]`` by path. ``first``: the buffer to try first, since another may be equal in a few tokens."""
+
+    Args:
+        norms: weights ``[D]`` by path. first: the buffer to try first, since another may be equal in a few tokens.
+    """
     pairs = list(zip(before, after, strict=True))
     if all(close(a, b) for a, b in pairs):
         return Rotation()

@@ -1,4 +1,4 @@
-"""Shortcuts of a decoder: each is tried, and taken where the decoder gives what it gives by itself."""
+"""Shortcuts of a decoder: each is tried, and taken where the decoder gives the same with it."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Weights in 4 or 8 bits, through bitsandbytes, and the names of a GGUF file's types.
 
-Matrices of the layers are stored so; embeddings, norms, biases and the language model's head stay in the backbone's dtype.
-4 bits are NormalFloat with doubly quantised scales, computed in that dtype (QLoRA, arXiv 2305.14314); 8 bits are LLM.int8()
+Matrices of the layers are stored so. Embeddings, norms, biases and the language model's head stay in the backbone's dtype.
+4 bits are NormalFloat with doubly quantised scales, computed in that dtype (QLoRA, arXiv 2305.14314). 8 bits are LLM.int8()
 (arXiv 2208.07339), computed in int8, with columns of large activations in float16. Quantised while loading, on the device.
 """
 

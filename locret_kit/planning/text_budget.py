@@ -1,4 +1,4 @@
-"""The budget of a text for which nobody named one: a quarter of it, within what window and memory allow."""
+"""The default budget of a text: a quarter of its tokens, within the bounds of window and memory."""
 
 import os
 from pathlib import Path
