@@ -33,8 +33,6 @@ Tensor names carry their axes as a suffix: ``q_BQTD``, ``score_BHS``.
 | body, tail | the prompt up to its last ``local_len`` tokens, and these, which are held back |
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"

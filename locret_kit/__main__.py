@@ -1,7 +1,5 @@
 """``python -m locret_kit``: the version and the commands that there are."""
 
-from __future__ import annotations
-
 from . import __version__
 
 COMMANDS = {

@@ -39,7 +39,7 @@ def cis_target(
     ``q`` and ``k`` are after RoPE; slot ``s`` is at position ``s`` and query ``t`` at ``q_pos_T[t]``, which sees no later
     slot. ``kind="logit"`` is the paper's (raw, pre-softmax logits); ``kind="log_prob"`` first subtracts the log-sum-exp of
     each query's row, so that scores of different heads compare, and clips at ``floor`` (nats). ``cap``, ``sinks_Q``: see
-    ``backbones.decoder_attention.Softmax``; with them the reference computes, without them triton does on CUDA in half precision.
+    ``backbones.handlers.Softmax``; with them the reference computes, without them triton does on CUDA in half precision.
 
     Raises:
         ValueError: an unknown kind, or no query.

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from . import hub
-from .backbones.decoder_attention import Linear
+from .backbones.handlers import Linear
+from .backbones.identity import fingerprint
 from .backbones.spec import AttentionLayer, BackboneSpec, spec_of
-from .backbones.weights import fingerprint
 from .files import CONFIG, HASH, WEIGHTS, as_object, read_folder, read_json, read_weights, write_beside, write_folder
 from .naming import prefixed_errors
 from .settings import RunSettings

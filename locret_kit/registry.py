@@ -6,8 +6,6 @@ A package has an entry point in the group ``locret_kit.plugins``, a module that 
     mine = "my_package.my_policies"
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import entry_points

@@ -68,12 +68,7 @@ def read_protect(text: str | None) -> frozenset[str]:
     return names
 
 
-def is_size(text: str) -> bool:
-    """Whether a text is a number of bytes. Raises ValueError with the setting's name and the reason."""
-    return parse_bytes(text, NAME) > 0
-
-
-Bytes = Annotated[str, Predicate(is_size)]
+Bytes = Annotated[str, Predicate(lambda text: parse_bytes(text, NAME) > 0)]
 PositionScheme = Annotated[str, Predicate(lambda text: bool(read_positions(text)))]
 Protected = Annotated[str, Predicate(lambda text: text == "none" or bool(read_protect(text)))]
 Word = Annotated[str, Predicate(str.isidentifier)]

@@ -29,7 +29,8 @@ from locret_kit.backbones.load import freeze
 from locret_kit.backbones.weights import dense
 from locret_kit.cache.backend import backend_for
 from locret_kit.naming import first_line
-from locret_kit.planning.inference_plan import ITEM_BYTES, BackboneSizes, Setting, head_parameters, plan_inference
+from locret_kit.planning.backbone_sizes import ITEM_BYTES, BackboneSizes, head_parameters
+from locret_kit.planning.inference_plan import Setting, plan_inference
 from locret_kit.runtime.drivers.dense import LayerStages, stages_of, timings
 from locret_kit.runtime.session import Sampling, decode, prefill
 

@@ -34,8 +34,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from locret_kernels import common
 from locret_kernels.backend import function
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
+from locret_kit.backbones.decoder_modules import decoder_of
 from locret_kit.backbones.libraries import forward
-from locret_kit.backbones.spec import decoder_of, spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.pages import PagePool
 from locret_kit.cli.plan import resolve
 from locret_kit.planning.inference_plan import Setting

@@ -380,7 +380,7 @@ def python() -> str:
 def files() -> str:
     """Files that the kit writes and reads."""
     from locret_kit.cache import file as cache_file
-    from locret_kit.cache.saved import Saved
+    from locret_kit.cache.restore import Saved
     from locret_kit.documents.document_text import TextRecord
     from locret_kit.evals import engine
     from locret_kit.heads import FORMAT, HeadsConfig
@@ -423,7 +423,7 @@ def files() -> str:
 
 def metrics() -> str:
     """Figures of the server's ``/metrics``."""
-    from locret_kit.serving.request import Counters, Figures
+    from locret_kit.serving.figures import Counters, Figures
 
     rows = []
     for metric in Figures(Counters(), {}).collect():
@@ -448,7 +448,7 @@ SOURCES = {
     "locret_kit/__init__.py": "python.md", "locret_kit/__main__.py": "commands.md", "locret_kit/settings.py": "settings.md",
     "locret_kit/config/eval_options.py": "commands/locret-eval.md", "recipes": "recipes.md",
     "locret_kit/config/train_options.py": "commands/locret-train.md",
-    "locret_kit/config/infer_options.py": "files.md#prompts-of-a-batch", "locret_kit/serving/request.py": "metrics.md",
+    "locret_kit/config/infer_options.py": "files.md#prompts-of-a-batch", "locret_kit/serving/figures.py": "metrics.md",
     "locret_kit/documents/document.py": "python.md#document", "locret_kit/evals/tasks/__init__.py": "tasks.md",
     "locret_kit/policies/methods": "policies.md", "locret_kit/policies/slots.py": "python.md#entry",
 }  # fmt: skip

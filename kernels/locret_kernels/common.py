@@ -136,9 +136,6 @@ def check_heads(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor | None = None) ->
     return B, H, Q // H, T, S, D
 
 
-# ---- attention whose rows are split over programs ----
-
-
 PROGRAMS = 3 * 132
 """Programs of four warps that run at once where no device can be asked: three for each multiprocessor of an H200."""
 LEAST_BLOCKS = tl.constexpr(4)

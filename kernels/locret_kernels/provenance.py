@@ -1,7 +1,5 @@
 """Origin of a figure: device, driver, versions, commit and date; and the peak memory of a process."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

@@ -1,7 +1,5 @@
 """Arguments of a call, as JSON, piece by piece: from JSON as a model writes it, or from parameters with marks of their own."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Grammars of answers, in the words of llguidance: JSON by a schema, calls in a model's own form, a thought before them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Readers of answers: pieces of an answer's text in, events of thoughts, text and calls of tools out."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections.abc import Mapping, Sequence

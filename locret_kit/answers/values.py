@@ -1,7 +1,5 @@
 """Values of arguments: the types that a tool's JSON schema names, texts that models write without quotes, and Python's calls."""
 
-from __future__ import annotations
-
 import ast
 import json
 from contextlib import suppress

@@ -1,24 +1,19 @@
-"""Attention of a decoder: its measured description (see ``probe``), its rotations, its softmax, and the receivers of calls."""
+"""Attention of a decoder: its measured description (see ``probe``), and its rotations."""
 
-from __future__ import annotations
-
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from locret_kernels.enter import HeadProduct
-from locret_kernels.ragged_decode import angle_steps
-from locret_kernels.rotate import rotate_rows
-
-from .spec import BackboneSpec, UnsupportedArchitecture, decoder_of, device_of, text_config
+from .decoder_modules import decoder_of, device_of
+from .rope import Rope
+from .spec import BackboneSpec, UnsupportedArchitecture, text_config
 from .undo import Undo, replace_forward
 
 Turn = Tensor | tuple[Tensor, Tensor]
@@ -63,7 +58,7 @@ class Rotation:
         return replace(of_keys, queries=of_queries)
 
     @property
-    def shared(self) -> Rotation:
+    def shared(self) -> Self:
         """Rotation without the order of channels. Layers that rotate alike share it, unless they have norms of their own."""
         return self if self.norms else replace(self, order=None)
 
@@ -125,9 +120,9 @@ class DecoderAttention:
     answers_in_halves: bool = field(default=False, compare=False)
     """Whether rotary modules answer cos and sin ``[B, T, R]`` of every channel that they turn, as Llama's."""
     skips_rotation: bool = field(default=False, compare=False)
-    """Whether the rotation may be left out rather than made one by zero (see ``patches``)."""
+    """Whether the rotation may be left out rather than made one by zero (see ``skipped_rotations``)."""
     fuses_layers: bool = field(default=False, compare=False)
-    """Whether a layer is Llama's: its residuals, norms and MLP can be computed by ``patches``."""
+    """Whether a layer is Llama's: its residuals, norms and MLP can be computed by ``fused_layers``."""
     projects: bool = field(default=False, compare=False)
     """Whether queries, keys and values of such layers, before the rotation, are products of the layer's normed input."""
     scales_queries: bool = field(default=False, compare=False)
@@ -192,12 +187,6 @@ class Described:
     description: DecoderAttention
 
 
-def same_rotation(some: Sequence[Rope], others: Sequence[Rope]) -> bool:
-    """Whether layers rotate by the same frequencies and factors."""
-    pairs = zip(some, others, strict=True)
-    return all(a is b or (a.scaling == b.scaling and torch.equal(a.inv_freq, b.inv_freq)) for a, b in pairs)
-
-
 def rotaries_of(decoder: nn.Module) -> dict[str, nn.Module]:
     """Rotary modules of a decoder by their paths."""
     rotary = {path: module for path, module in decoder.named_modules() if "Rotary" in type(module).__name__}
@@ -245,168 +234,3 @@ def _unturned(answer: Turn) -> Turn:
     if isinstance(answer, tuple) and len(answer) == 2:
         return torch.ones_like(answer[0]), torch.zeros_like(answer[1])
     raise UnsupportedArchitecture(f"a rotary module answers {type(answer).__name__}, not cos and sin")
-
-
-# ---- rotary position embedding, chosen once per prompt and applied by the kit itself --------------------------------
-
-# The backbone's own rotation is switched off while a handler reads it (see ``intercept``), so queries and keys arrive before RoPE
-# and both position conventions, original and compact, are one multiplication here.
-
-
-rotate = rotate_rows
-"""Rotation of rows by tables of cos and sin."""
-Tables = tuple[Tensor, Tensor]
-"""cos and sin."""
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Inverse frequencies ``[R / 2]`` (radians per position) and the factor on cos and sin (LongRoPE, YaRN)."""
-
-    inv_freq: Tensor
-    scaling: float = 1.0
-    weight_R: Tensor | None = None
-    """Weight of a norm after the rotation (Hunyuan). The rotated queries or keys already include its scale."""
-    queries: Rope | None = None
-    """Rotation of queries, where it is not that of keys."""
-    made: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """``steps``, by how far they reach: graphs read them, so none is made anew."""
-
-    @property
-    def of_queries(self) -> Rope:
-        """Rotation of queries."""
-        return self if self.queries is None else self.queries
-
-    def tables(self, pos_T: Tensor, dtype: torch.dtype) -> Tables:
-        """cos and sin ``[T, R]`` of integer positions, computed in float32 as transformers does."""
-        angle = pos_T[:, None].float() * self.inv_freq.to(pos_T.device).float()
-        angle = torch.cat((angle, angle), dim=-1)
-        if (w_R := self.weight_R) is not None:
-            # diag(w) R diag(w)^-1: what a channel takes of its partner is scaled by the ratio of their weights.
-            sin = angle.sin() * (w_R / w_R.roll(len(w_R) // 2)).float().to(angle.device)
-            return angle.cos().to(dtype), sin.to(dtype)
-        return (angle.cos() * self.scaling).to(dtype), (angle.sin() * self.scaling).to(dtype)
-
-    def steps(self, longest: int, device: torch.device) -> Tensor:
-        """``angle_steps`` [steps, 2, R / 2] (float32) of the ranks below a power of two that is at least ``longest``."""
-        key = 1 << (longest - 1).bit_length(), device
-        if key not in self.made:
-            with torch.inference_mode(False):
-                self.made[key] = angle_steps(self.inv_freq.to(device), key[0], self.scaling)
-        return self.made[key]
-
-    def both_tables(self, pos_T: Tensor, dtype: torch.dtype) -> tuple[Tables, Tables]:
-        """``tables`` of keys and of queries."""
-        tables = self.tables(pos_T, dtype)
-        return tables, tables if self.queries is None else self.queries.tables(pos_T, dtype)
-
-
-def rotated_text(rope: Rope, q_BQTD: Tensor, k_BHSD: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys after RoPE, from position 0 on. Queries may be those of the newest tokens alone."""
-    T = q_BQTD.shape[2]
-    keys, queries = rope.both_tables(torch.arange(k_BHSD.shape[2], device=q_BQTD.device), q_BQTD.dtype)
-    return rotate(q_BQTD, *(table[-T:] for table in queries)), rotate(k_BHSD, *keys)
-
-
-def rotate_lean(x: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    """``rotate``, bit for bit, in fewer passes over memory and with fewer temporaries; no gradient goes through it."""
-    r, half = cos_TR.shape[-1], cos_TR.shape[-1] // 2
-    turned = x * cos_TR if r == x.shape[-1] else torch.cat((x[..., :r] * cos_TR, x[..., r:]), dim=-1)
-    turned[..., :half] -= x[..., half:r] * sin_TR[..., :half]
-    turned[..., half:r] += x[..., :half] * sin_TR[..., half:]
-    return turned
-
-
-# ---- handlers: receivers of the attention calls of a backbone's forward, set by ``intercept`` -----------------------
-
-Arguments = dict[str, Any]
-"""Arguments of the decoder's forward, by name."""
-Linear = Callable[..., Tensor]
-"""Linear map with the arguments of ``torch.nn.functional.linear``."""
-
-
-class Softmax(NamedTuple):
-    """Softmax of one layer's attention."""
-
-    scaling: float
-    """Factor on the products of queries and keys."""
-    cap: float | None = None
-    """Scaled logits ``x`` become ``cap * tanh(x / cap)`` (Gemma 2)."""
-    sinks_Q: Tensor | None = None
-    """Additional logit of each query head, without a value (gpt-oss)."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the scaling is all there is."""
-        return self.cap is None and self.sinks_Q is None
-
-    def of(self, heads: slice) -> Softmax:
-        """Softmax of some of the query heads."""
-        return self if self.sinks_Q is None else self._replace(sinks_Q=self.sinks_Q[heads])
-
-
-class LayerOperations(NamedTuple):
-    """Operations of a layer besides its attention, for a backbone whose own take more passes over memory."""
-
-    rms_norm: Callable[..., tuple[Tensor, Tensor]]
-    """Root-mean-square norm, see ``locret_kernels.fused.rms_norm``."""
-    swiglu: Callable[[Tensor, Tensor], Tensor]
-    """Gated activation, see ``locret_kernels.fused.swiglu``."""
-    linear: Linear
-
-
-Choice = Callable[..., LayerOperations | None]
-"""Operations for all the tensors it is given, in the forward that runs now; None for the backbone's own."""
-
-
-LayerInput: TypeAlias = Tensor | HeadProduct | None
-"""Normed hidden states ``[B, T, C]`` that a layer's attention projects, or its retaining head's product with them; None where
-they are not at hand."""
-
-
-class Handler(ABC):
-    """Receiver of a forward's attention calls, and of its start and end. The bounded cache is one, a batch of caches another, the
-    training observer a third."""
-
-    wants_unrotated = False
-    """Whether q and k come before RoPE: the rotary module is not asked then."""
-    in_blocks = False
-    """Whether a forward is cut into ``blocks``, whose final hidden states are ``read`` one by one."""
-
-    @abstractmethod
-    def attend(
-        self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax, x: LayerInput = None
-    ) -> Tensor:
-        """Attention output ``[B, Q, T, D]`` of a layer's new tokens. Layers are numbered as in ``BackboneSpec``."""
-
-    def attend_shared(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
-        """Attention output ``[B, Q, T, D]`` of another layer that reads the keys and values of ``layer``, whose new ones are
-        given again. Queries may be those of the newest tokens alone."""
-        raise ValueError(f"{type(self).__name__} takes no layers that share keys and values")
-
-    def operations(self, x: Tensor) -> LayerOperations | None:
-        """Operations for tensors like ``x``, hidden states [B, T, C]; None for the backbone's own."""
-        return None
-
-    def begin(self, model: PreTrainedModel, arguments: Arguments) -> Arguments:
-        """Prepare for a forward with these arguments of the decoder.
-
-        Returns:
-            The arguments for the forward.
-
-        Raises:
-            ValueError: arguments that this handler does not support.
-        """
-        return arguments
-
-    def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
-        """Take the final hidden states of a whole forward, and its token ids."""
-        return None
-
-    def blocks(self, tokens: int) -> list[int]:
-        """Lengths of the blocks of a forward of ``tokens`` tokens, if it runs ``in_blocks``."""
-        return [tokens]
-
-    def read(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
-        """Take a block's final hidden states and its tokens, if the forward runs ``in_blocks``."""
-        return None

@@ -4,10 +4,8 @@
 calls go to the backbone's own attention. A forward's handler is that of the cache passed to it, or the one of
 ``handled_by``. It gets layer numbers as in ``BackboneSpec``, and queries and keys with their channels in the order
 that ``Rope`` rotates. During such a forward, MLPs run in slices, and the handler computes elementwise operations
-that it supports (``patches``).
+that it supports (``fused_layers``).
 """
-
-from __future__ import annotations
 
 import inspect
 import sys
@@ -15,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn, Unpack
+from typing import Any, NoReturn, Self, Unpack
 from weakref import WeakSet
 
 import torch
@@ -25,16 +23,20 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .decoder_attention import Calls, DecoderAttention, Handler, KnownCalls, LayerOperations, rotaries_of, unrotate
+from .attention_interface import Attended, Method, meet_attention
+from .bfloat16 import give_rows, widen
+from .decoder_attention import Calls, DecoderAttention, KnownCalls, rotaries_of, unrotate
+from .decoder_modules import DecoderOutput, DecoderStack, Forward, decoder_of, device_of
+from .fused_layers import fuse_layers
+from .handlers import Handler, LayerOperations
 from .libraries import cache_among
-from .patches import fuse_layers, give_rows, skip_rotations, slice_mlps, widen
+from .mlp_slices import slice_mlps
 from .probe import describe
-from .recording import Attended, CallArguments, Method, meet_attention, softmax_of, unknown_argument
-from .spec import DecoderOutput, DecoderStack, Forward, decoder_of, device_of, text_config
+from .recording import CallArguments, softmax_of, unknown_argument
+from .skipped_rotations import skip_rotations
+from .spec import text_config
 from .undo import Undo, replace_forward, run_eagerly
 from .wrapped import unwrapped
-
-# ---- a forward cut into blocks, after each of which its handler reads the final hidden states -----------------------
 
 
 def read_blocks(handler: Handler, run: Forward, **kwargs: Any) -> DecoderOutput:
@@ -69,9 +71,6 @@ def _of_tokens(value: object, new: slice, tokens: int) -> object:
         if value.shape[-1] == tokens:
             return value[..., new]
     return value
-
-
-# ---- the one place where a backbone's attention is met ----
 
 
 NAME = "locret"
@@ -190,7 +189,7 @@ class Attachment:
         self._known: KnownCalls = {}
         self._rotaries: dict[str, nn.Module] = {}
 
-    def start(self) -> Attachment:
+    def start(self) -> Self:
         """Meet the model's attention from now on.
 
         Raises:
@@ -278,7 +277,7 @@ class Attachment:
         """Restore forwards, hooks and the attention implementation; safe to call twice."""
         self._undo.run()
 
-    def __enter__(self) -> Attachment:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

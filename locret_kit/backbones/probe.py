@@ -9,7 +9,7 @@ every position. Windows are read from the mask of each layer. Attention of an un
 import inspect
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -18,138 +18,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .decoder_attention import (
-    AttentionCall,
-    DecoderAttention,
-    Described,
-    Rotation,
-    frequencies_of,
-    rotaries_of,
-    rotate,
-    unrotate,
-)
+from .decoder_attention import AttentionCall, DecoderAttention, Described, Rotation, frequencies_of, rotaries_of
+from .decoder_modules import DecoderStack, decoder_of
 from .libraries import ASKED_FOR_STATES, holds_states, layer_kinds
-from .patches import REFERENCE, fuse_layers, skip_rotations
-from .products import NotDense, projections
-from .recording import (
-    FARTHEST,
-    IndexedCache,
-    Reading,
-    RecordedCall,
-    RecordedRun,
-    close,
-    observed,
-    rotations_of,
-    same,
-    window_of,
-)
-from .spec import (
-    AttentionLayer,
-    BackboneSpec,
-    DecoderStack,
-    States,
-    StateSize,
-    UnsupportedArchitecture,
-    activation_of,
-    decoder_of,
-    spec_of,
-    text_config,
-)
-from .undo import Undo
+from .recording import TOKENS, IndexedCache, Reading, RecordedCall, RecordedRun, close, observed, same, window_of
+from .rotations import rotations_of
+from .shortcuts import reads_pieces, with_shortcuts
+from .spec import AttentionLayer, BackboneSpec, StateSize, UnsupportedArchitecture, activation_of, spec_of, text_config
+from .states import States
 from .wrapped import unwrapped
-
-# ---- shortcuts that a decoder allows --------------------------------------------------------------------------------
-
-# Each is tried, and taken where the decoder gives what it gives by itself.
-
-
-def with_shortcuts(reading: Reading, found: DecoderAttention) -> DecoderAttention:
-    """The description ``found`` with the shortcuts that the decoder allows."""
-
-    def run(change: Callable[..., None], *args: object, first_place: int = 0, **named: object) -> RecordedRun | None:
-        undo = Undo()
-        at_1T = first_place + torch.arange(TOKENS, device=reading.ids_1T.device)[None]
-        try:
-            change(undo, reading.decoder, *args, **named)
-            return reading.again(**({"position_ids": at_1T} if first_place else {}))
-        except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError):
-            return None
-        finally:
-            undo.run()
-
-    if not any(rotation.module for rotation in found.rotations):
-        return found
-    unturned = run(unrotate, in_halves=True)
-    answers = _is_unturned(unturned, reading, found)
-    standard = answers and all(rotation.order is None for rotation in found.rotations)
-    skips = standard and _is_unturned(run(skip_rotations, lambda *x: REFERENCE), reading, found)
-
-    def fuse(undo: Undo, decoder: DecoderStack) -> None:
-        unrotate(undo, decoder, in_halves=True)
-        fuse_layers(undo, decoder, lambda *x: REFERENCE)
-
-    fused = run(fuse) if skips else None
-    fuses = _is_alike(fused, unturned)
-    projects = fuses and fused is not None and _are_products(fused)
-    scales = fuses and not _is_alike(run(unrotate, in_halves=True, first_place=FARTHEST), unturned)
-    found = replace(found, answers_in_halves=answers, skips_rotation=skips, fuses_layers=fuses)
-    return replace(found, projects=projects and not scales, scales_queries=scales)
-
-
-def _are_products(run: RecordedRun) -> bool:
-    """Whether queries, keys and values are products of a layer's normed input, in each call of ``run``."""
-    for call in run.calls:
-        if call.x is None:
-            return False
-        try:
-            made = [product(call.x) for product in projections(call.module)]
-        except (NotDense, AttributeError):
-            return False
-        if not all(close(a, b.transpose(1, 2).flatten(2)) for a, b in zip(made, (call.q, call.k, call.v), strict=True)):
-            return False
-    return True
-
-
-def _is_alike(run: RecordedRun | None, first: RecordedRun | None) -> bool:
-    """Whether two runs have equal hidden states, queries and keys."""
-    if run is None or first is None:
-        return False
-    pairs = zip(run.calls, first.calls, strict=True)
-    return close(run.hidden, first.hidden, 2) and all(close(a.q, b.q) and close(a.k, b.k) for a, b in pairs)
-
-
-def _is_unturned(run: RecordedRun | None, reading: Reading, found: DecoderAttention) -> bool:
-    """Whether queries and keys are those before the rotation."""
-    if run is None:
-        return False
-    for call, a, b in zip(found.calls, run.calls, reading.first.calls, strict=True):
-        rotation = found.require_rotations()[call.layer]
-        order = list(range(a.q.shape[-1])) if rotation.order is None else list(rotation.order)
-        rope = rotation.rope(reading.decoder, reading.config, TOKENS)
-        for x, y, turn in ((a.q, b.q, rope.of_queries), (a.k, b.k, rope)):
-            if x.shape != y.shape:
-                return False
-            cos, sin = turn.tables(torch.arange(x.shape[2], device=x.device), x.dtype)
-            if not close(rotate(x[..., order], cos, sin), y[..., order]):
-                return False
-    return close(run.hidden, reading.first.hidden, 2)
-
-
-def reads_pieces(reading: Reading, *, apart: bool = False) -> bool:
-    """Whether ids [1, T] can be read in two pieces; with ``apart``, with a piece of another text between them. The hidden states
-    must equal those of the first run."""
-    begun, rest_1T = reading.run(reading.ids_1T[:, :5]), reading.ids_1T[:, 5:]
-    if apart:
-        reading.run(rest_1T.flip(1))
-    ended = reading.run(rest_1T, cache=begun.cache)
-    return close(torch.cat((begun.hidden, ended.hidden), 1), reading.first.hidden, 2)
-
-
-# ---- what a decoder's attention is, measured on the decoder itself ----
-
-
-TOKENS = 12
-"""Tokens that are read."""
 
 
 def describe(model: PreTrainedModel) -> DecoderAttention:
@@ -193,9 +70,6 @@ def _has_even_norms(decoder: nn.Module) -> bool:
     named = decoder.named_parameters()
     weight = next((w for path, w in named if w.dim() == 1 and w.numel() and "norm" in path and "att" in path), None)
     return weight is not None and not (weight.is_meta or is_fake(weight)) and bool((weight == weight[0]).all())
-
-
-# ---- measuring -----------------------------------------------------------------------------------------------------------
 
 
 def _measured(decoder: DecoderStack, config: PreTrainedConfig) -> DecoderAttention:

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .decoder_modules import is_untouched
 from .gguf.gguf_model import PackedLinear, packed_product
-from .spec import is_untouched
 
 PLAIN = (Tensor, nn.Parameter)
 """Types of plain weights."""

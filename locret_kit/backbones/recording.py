@@ -1,101 +1,33 @@
-"""Forwards of a decoder over a few tokens that record its attention calls or replay recorded results; and the
-rotations and windows that two recordings show."""
+"""Forwards of a decoder over a few tokens that record its attention calls or replay recorded results, and the windows of recorded
+calls, read off the mask that each is given."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
-from inspect import signature
 from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import eager_mask
 
 from locret_kernels.attend import attend_and_count
 
-from .decoder_attention import (
-    DecoderAttention,
-    Rope,
-    Rotation,
-    Softmax,
-    frequencies_of,
-    rotaries_of,
-    rotate,
-    scaling_of,
-    unrotate,
-)
+from .attention_interface import Attended, Method, is_softmax, meet_attention
+from .decoder_modules import DecoderStack
+from .handlers import Softmax
 from .libraries import CACHE
-from .spec import DecoderStack, UnsupportedArchitecture
+from .spec import UnsupportedArchitecture
 from .undo import Undo, run_eagerly
 
-# ---- how a decoder's attention is asked for ---------------------------------------------------------------------------
-
-# By name in transformers' interface, or as a method of its modules, ``_attn(query, key, value, mask)``, where it is not behind
-# that: GPT-J, CodeGen, GPT-NeoX-Japanese.
-
-
-Attended = tuple[Tensor, Tensor | None]
-"""Attention's output, and its weights where they are asked for."""
-Method = Callable[..., Attended]
-"""A module's own, or what answers for it. Queries, keys, values and output are ``[B, heads, T, D]``; a mask comes last."""
-
-
-def meet_attention(undo: Undo, decoder: PreTrainedModel, config: PreTrainedConfig, name: str, answer: Method) -> None:
-    """Let a decoder ask the attention ``name``, or ``answer`` in place of its modules' methods, until ``undo``.
-
-    Raises:
-        UnsupportedArchitecture: it has another kind of attention.
-    """
-    undo.add(partial(decoder.set_attn_implementation, config._attn_implementation))
-    decoder.set_attn_implementation(name)
-    if config._attn_implementation != name:
-        return _answer_methods(undo, decoder, config, name, answer)
-    configs = (getattr(module, "config", None) for module in decoder.modules())
-    for own in filter(None, configs):  # a layer that was copied has one of its own
-        if own._attn_implementation != name:
-            undo.add(partial(setattr, own, "_attn_implementation", own._attn_implementation))
-            own._attn_implementation = name
-
-
-def _answer_methods(undo: Undo, decoder: nn.Module, config: PreTrainedConfig, name: str, answer: Method) -> None:
-    """Let a decoder make masks as the attention ``name`` has them, and ask ``answer(module, its own method, q, k, v, mask)`` for
-    attention, until ``undo``.
-
-    Raises:
-        UnsupportedArchitecture: no module has such a method.
-    """
-    modules = [module for module in decoder.modules() if _is_method(getattr(type(module), "_attn", None))]
-    if not modules:
-        raise UnsupportedArchitecture("its attention is not behind transformers' interface")
-    undo.add(partial(setattr, config, "_attn_implementation", config._attn_implementation))
-    config._attn_implementation = name
-    for module in modules:
-        undo.add(partial(module.__dict__.pop, "_attn", None))
-        module.__dict__["_attn"] = partial(answer, module, module._attn)
-
-
-def _is_method(method: object) -> bool:
-    return callable(method) and [*signature(method).parameters][1:] == ["query", "key", "value", "attention_mask"]
-
-
-def is_softmax(own: Method, q_BHTD: Tensor, rows: int) -> bool:
-    """Whether a method is softmax attention of these queries over all of ``rows`` keys, scaled by the root of their size."""
-    draw, (_, H, _, D) = torch.Generator("cpu").manual_seed(0), q_BHTD.shape
-    both = torch.randn(2, 1, H, rows, D, generator=draw, dtype=torch.float32, device="cpu").to(q_BHTD)
-    keys, values, newest = *both, q_BHTD[:1, :, -1:]
-    want, got = scaled_dot_product_attention(newest, keys, values), own(newest, keys, values, None)[0]
-    return torch.allclose(got, want, rtol=0, atol=0.02 * float(want.abs().max()))
-
-
-# ---- recorded forwards ----
-
-
 NAME = "locret_probe"
+TOKENS = 12
+"""Tokens that are read."""
+FARTHEST = 1 << 20
+"""Position, at most, whose visible tokens say how long a window is."""
 LONG = 4096
 """Keys, at most, over which a method that is attention is tried."""
 IGNORED = ("position_ids", "cache_position", "position_embeddings", "logits_to_keep", "layer_input")
@@ -117,7 +49,7 @@ class RecordedCall:
     unknown: str | None
     """An argument that the kit does not know."""
     x: Tensor | None
-    """Normed hidden states ``[B, T, C]`` of which q, k and v may be products, where layers are fused (see ``patches``)."""
+    """Normed hidden states ``[B, T, C]`` of which q, k and v may be products, where layers are fused (see ``fused_layers``)."""
 
 
 class IndexedCache(DynamicCache):
@@ -302,104 +234,6 @@ def same(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of the same shape share their storage or have equal numbers."""
     one = storage_of(a) == storage_of(b) and a.storage_offset() == b.storage_offset()
     return a.shape == b.shape and (one or (not a.is_meta and bool(torch.equal(a, b))))
-
-
-# ---- the rotation of every layer: queries and keys of two readings that differ by it alone (see ``probe``) ----------
-
-
-def rotations_of(reading: Reading, found: DecoderAttention) -> tuple[Rotation, ...]:
-    """The rotation of every layer with rows. Raises UnsupportedArchitecture where one is of no known form."""
-    rotaries, first, undo = rotaries_of(reading.decoder), reading.first, Undo()
-    try:
-        unrotate(undo, reading.decoder)
-        second = reading.again()
-    finally:
-        undo.run()
-    unknown = "attention of {!r} rotates queries and keys in a way that the kit does not know"
-    made: dict[int, Rotation] = {}
-    for call, before, after in zip(found.calls, second.calls, first.calls, strict=True):
-        norms = _norms(reading.decoder, call.module, before.q.shape[-1])
-        form = rotation_between(rotaries, (before.q, before.k), (after.q, after.k), norms)
-        if form is None or made.setdefault(call.layer, form) != form:
-            raise UnsupportedArchitecture(unknown.format(call.module))
-    if not all(one.module for one in made.values()):
-        one = reading.ids_1T[:, :1].expand_as(reading.ids_1T)
-        alike = reading.run(one, [torch.zeros_like(out) for out in first.outputs])
-        for call, seen in zip(found.calls, alike.calls, strict=True):
-            if not made[call.layer].module and _turns_by_itself(seen):
-                raise UnsupportedArchitecture(unknown.format(call.module))
-    return tuple(made[layer] for layer in range(len(found.spec.layers)))
-
-
-def _norms(decoder: nn.Module, attention: str, D: int) -> dict[str, Tensor]:
-    """Weights ``[D]`` within an attention module, by path: possible norms of a head's channels."""
-    weights = decoder.get_submodule(attention).named_parameters()
-    return {f"{attention}.{path}": weight for path, weight in weights if weight.shape == (D,)}
-
-
-def rotation_between(
-    rotaries: dict[str, nn.Module], before: Sequence[Tensor], after: Sequence[Tensor], norms: Mapping[str, Tensor] = {},
-    first: str = "",
-) -> Rotation | None:  # fmt: skip
-    """The rotation between queries and keys ``[B, heads, T, D]`` before and after RoPE; None if no known form fits.
-    ``norms``: see ``_norms``. ``first``: the buffer to try first, since another may be equal in a few tokens."""
-    pairs = list(zip(before, after, strict=True))
-    if all(close(a, b) for a, b in pairs):
-        return Rotation()
-    D = before[0].shape[-1]
-    for path, module in rotaries.items():
-        for buffer in sorted(frequencies_of(module), key=lambda name: name != first):
-            inv_freq = getattr(module, buffer).float()
-            if inv_freq.dim() != 1 or 2 * len(inv_freq) > D:
-                continue
-            for order in _orders(D, 2 * len(inv_freq)):
-                for sense in (1, -1):
-                    rope = Rope(sense * inv_freq, scaling_of(module, buffer))
-                    same = order == list(range(D))
-                    form = Rotation(path, buffer, sense < 0, None if same else tuple(order))
-                    if all(close(_turned(a, rope, order), b[..., order]) for a, b in pairs):
-                        return form
-                    found = [_norm_between(a, b, norms, rope, order) for a, b in pairs]
-                    if found[0] and found[1]:
-                        return replace(form, norms=(found[0], found[1]))
-    return None
-
-
-def _norm_between(a: Tensor, b: Tensor, norms: Mapping[str, Tensor], rope: Rope, order: list[int]) -> str | None:
-    """Path of the norm after the rotation between queries or keys ``[B, heads, T, D]`` a and b; None if none fits."""
-    for name, weight_D in norms.items():
-        weighted = Rope(rope.inv_freq, weight_R=weight_D[order][: 2 * len(rope.inv_freq)])
-        if close(_turned(a, weighted, order), b[..., order]):
-            return name
-    return None
-
-
-def _orders(D: int, R: int) -> Iterator[list[int]]:
-    """Orders of a head's ``D`` channels that bring ``R`` rotated ones, halves or neighbours, first or last, to the front as
-    halves."""
-    for start in (0, D - R) if R < D else (0,):
-        inner, rest = list(range(start, start + R)), [*range(start), *range(start + R, D)]
-        yield inner + rest
-        yield inner[0::2] + inner[1::2] + rest
-
-
-def _turned(x_BHTD: Tensor, rope: Rope, order: list[int]) -> Tensor:
-    cos, sin = rope.tables(torch.arange(x_BHTD.shape[2], device=x_BHTD.device), x_BHTD.dtype)
-    return rotate(x_BHTD[..., order], cos, sin)
-
-
-def _turns_by_itself(call: RecordedCall) -> bool:
-    """Whether queries of equal tokens, whose attention was nothing, are one vector that is turned with the position."""
-    q_TE = call.q[0].transpose(0, 1).flatten(1).float()
-    norms_T = q_TE.norm(dim=-1)
-    return close(norms_T, norms_T[:1].expand_as(norms_T)) and not close(q_TE, q_TE[:1].expand_as(q_TE))
-
-
-# ---- windows of attention, read off the mask that a layer is given --------------------------------------------------
-
-
-FARTHEST = 1 << 20
-"""Position, at most, whose visible tokens say how long a window is."""
 
 
 def window_of(call: RecordedCall, config: PreTrainedConfig, where: str) -> tuple[int | None, bool]:

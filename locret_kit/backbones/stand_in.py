@@ -3,25 +3,24 @@
 The engine runs the model, so its layers are measured, not transformers' own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from .bfloat16 import lacks_bfloat16
 from .decoder_attention import AttentionCall, DecoderAttention, Described, Rotation, rotaries_of, unrotate
+from .identity import stored_weights
 from .load import load_config, resolve_model
-from .patches import lacks_bfloat16
 from .probe import assumed
-from .recording import close, rotation_between
+from .recording import close
+from .rotations import rotation_between
 from .spec import AttentionLayer, UnsupportedArchitecture, spec_of
 from .undo import Undo
-from .weights import stored_weights
 
 Heads = tuple[Tensor, Tensor]
 """Queries and keys ``[T, heads, D]``."""
@@ -86,7 +85,7 @@ class StandIn(nn.Module, Described):
                 setattr(self, path, type(module)(config=deepcopy(config)).to(device))
         self.description = assumed(self.config, getattr(self, "rotary_emb", None))
 
-    def get_decoder(self) -> StandIn:
+    def get_decoder(self) -> Self:
         return self
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:

@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from functools import partial, wraps
 
-from torch import nn
+from torch import Tensor, nn
+
+Forward = Callable[..., Tensor]
+"""A module's own."""
 
 
 class Undo:

@@ -1,36 +1,22 @@
-"""A backbone's weights: plain matrices and vectors for computing without its modules; weights in 4 or 8 bits; the names of a GGUF
-file's types; and identities."""
+"""A backbone's weights as plain matrices and vectors, for computing without its modules."""
 
-import fnmatch
-import hashlib
-import json
-import logging
-import math
-from collections.abc import Iterable, Iterator
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from locret_kernels.fused import rms_norm
 from locret_kernels.product import unpack
 
-from ..files import pointer_note
-from ..hub import pull
-from ..naming import install_line, prefixed_errors
-from .decoder_attention import rotate
+from .bfloat16 import is_own_hook
+from .decoder_modules import Layer, decoder_of, is_rms_norm, is_silu
 from .gguf.gguf_model import PackedEmbedding, PackedLinear
-from .patches import is_own_hook
 from .probe import describe
 from .products import PLAIN, NotDense, Product, pieces, product_of, projections
-from .spec import Layer, decoder_of, is_rms_norm, is_silu, text_config
+from .rope import rotate
 from .undo import has_own_forward
-from .wrapped import unwrapped
 
 PACKED = (PackedEmbedding, PackedLinear)
 """Modules beside PyTorch's and transformers' whose weights are known."""
@@ -201,206 +187,3 @@ def _norm(module: object) -> Norm:
     if not is_rms_norm(module):
         raise NotDense(f"a {type(module).__name__} among its norms")
     return Norm(module.weight.detach(), module.variance_epsilon)
-
-
-# ---- weights in 4 or 8 bits, through bitsandbytes -------------------------------------------------------------------
-
-# Matrices of the layers are stored so; embeddings, norms, biases and the language model's head stay in the backbone's dtype.
-# 4 bits are NormalFloat with doubly quantised scales, computed in that dtype (QLoRA, arXiv 2305.14314); 8 bits are LLM.int8()
-# (arXiv 2208.07339), computed in int8, with columns of large activations in float16. Quantised while loading, on the device.
-
-
-WEIGHT_BITS = (8, 4)
-BLOCK, NESTED = 64, 256
-"""Weights that share a scale, and scales that share one in turn."""
-CODEBOOKS = 4 * (16 + 256) + 4
-"""Bytes beside each 4-bit matrix: values of weights' and of scales' codes, and the scales' mean."""
-
-
-def check_weight_bits(bits: int | None) -> None:
-    """Raise ValueError for bits that weights cannot have."""
-    if bits is not None and bits not in WEIGHT_BITS:
-        raise ValueError(f"weight_bits={bits} must be {' or '.join(map(str, WEIGHT_BITS))}")
-
-
-def quantisation(bits: int, dtype: torch.dtype, device: torch.device) -> BitsAndBytesConfig:
-    """transformers' configuration that quantises weights while they are loaded.
-
-    Raises:
-        ValueError: other bits, or a device without kernels in bitsandbytes. ImportError: bitsandbytes is not installed.
-    """
-    check_weight_bits(bits)
-    if find_spec("bitsandbytes") is None:
-        raise ImportError(f"weight_bits={bits} needs bitsandbytes: {install_line('quantised')}")
-    # It says once for each matrix and call that activations become float16 for LLM.int8().
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    from bitsandbytes import supported_torch_devices
-
-    if device.type not in supported_torch_devices:
-        raise ValueError(f"weight_bits={bits} runs on {', '.join(sorted(supported_torch_devices))}, not on {device}")
-    if bits == 8:
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-    )
-
-
-def weight_bits_of(model: PreTrainedModel) -> int | None:
-    """Bits of a loaded model's weights; None where they are in its dtype."""
-    return next((bits for bits in WEIGHT_BITS if getattr(unwrapped(model), f"is_loaded_in_{bits}bit", False)), None)
-
-
-def gguf_types(config: PreTrainedConfig) -> str | None:
-    """Name of the types of a GGUF file's weights, such as Q4_K_M; None where the configuration is no such file's."""
-    gguf = getattr(config, "gguf", None)
-    return gguf["types"] if gguf else None
-
-
-def precision_of(model: PreTrainedModel) -> str:
-    """Precision of a backbone, for reports: ``bfloat16``, ``bfloat16, 4-bit weights`` or ``float32, Q4_K_M weights``."""
-    return str(model.dtype).removeprefix("torch.") + suffix(weight_bits_of(model), gguf_types(text_config(model)))
-
-
-def suffix(bits: int | None, types: str | None = None) -> str:
-    """Text after a dtype: ``, 4-bit weights`` or ``, Q4_K_M weights``, or nothing where weights are in it."""
-    return f", {types} weights" if types else f", {bits}-bit weights" if bits else ""
-
-
-def stored_bytes(inputs: int, outputs: int, bits: int) -> int:
-    """Bytes of a matrix as bitsandbytes keeps it."""
-    if bits == 8:
-        return inputs * outputs + 4 * outputs  # a float32 scale an output
-    blocks = -(-inputs * outputs // BLOCK)
-    return -(-inputs * outputs // 2) + blocks + 4 * -(-blocks // NESTED) + CODEBOOKS
-
-
-def scratch_bytes(tokens: int, inputs: int, outputs: int, bits: int, item: int) -> int:
-    """Temporary bytes of a product of ``tokens`` tokens with a quantised matrix, besides its input and its output.
-
-    4 bits: the matrix in the dtype (``item`` bytes per number) and its scales, before and after their mean is added. 8 bits:
-    activations in int8, products in int32 and float16. The few columns of large activations are not counted.
-    """
-    if bits == 8:
-        return tokens * (inputs + outputs * (4 + 2))
-    return inputs * outputs * item + 2 * 4 * -(-inputs * outputs // BLOCK)
-
-
-# ---- identity of a backbone and of a tokenizer by content: two folders with the same weights are the same model -----
-
-SAMPLES = 256
-"""Numbers of each weight that the fingerprint reads, evenly spread."""
-CONFIG = (
-    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "hidden_act", "hidden_activation", "rms_norm_eps", "layer_norm_eps",
-    "max_position_embeddings", "original_max_position_embeddings", "sliding_window", "layer_types", "rope_parameters",
-    "partial_rotary_factor", "attention_multiplier", "query_pre_attn_scalar",
-)  # fmt: skip
-"""Fields of a configuration that decide the computation of the layers."""
-NAMES = ("name", "revision")
-"""Fields of an identity that are for people to read."""
-CLOSE = 1e-6
-"""Relative difference of numbers that are the same."""
-PROBE = "Naïve  tabs\tand\n\nlines, 1234 numbers; 日本語 — “quotes” <|x|> CamelCase don't"
-"""Text whose ids tell tokenizers with the same vocabulary apart."""
-
-
-def identity_of(model: PreTrainedModel) -> dict[str, object]:
-    """Identity of a model: ``NAMES``, for people to read, and ``config``, ``weight_bits`` (or the types of a GGUF file) and
-    ``weights``, which tell models apart. Plain JSON values.
-
-    Raises:
-        ValueError: weights lie on no device, as after an offload.
-    """
-    model, config = unwrapped(model), text_config(model)
-    known = config.to_dict()  # a size that differs from layer to layer is no attribute
-    fields = {name: known[name] if name in known else getattr(config, name, None) for name in CONFIG}
-    path = Path(str(config._name_or_path))
-    return {
-        "name": path.name if path.is_absolute() else config._name_or_path,
-        "revision": getattr(config, "_commit_hash", None),
-        "config": json.loads(json.dumps({name: value for name, value in fields.items() if value is not None})),
-        "weight_bits": weight_bits_of(model) or gguf_types(config),
-        "weights": fingerprint(model.parameters(), SAMPLES),
-    }
-
-
-def stored_weights(name: str, names: Iterable[str]) -> Iterator[Tensor]:
-    """Weights of any shape by name, one at a time, from the files of a model that is not loaded: a folder or a Hub repository.
-
-    Raises:
-        ValueError: a weight is missing, or a file is damaged.
-    """
-    folder, where, wanted = Path(name), dict[str, Path](), "*.safetensors"
-    files = sorted(folder.glob(wanted)) if folder.exists() else pull(name, lambda all_: fnmatch.filter(all_, wanted))
-    for path in files:
-        said = f"{path} cannot be read{pointer_note(path)}"
-        with prefixed_errors(said, SafetensorError), safe_open(path, framework="pt") as file:
-            where |= dict.fromkeys(file.keys(), path)
-    for weight in names:
-        if weight not in where:
-            raise ValueError(f"{name} holds no weight {weight} in .safetensors: no document can be compared with it")
-        with safe_open(where[weight], framework="pt") as file:
-            yield file.get_tensor(weight)
-
-
-def fingerprint(weights: Iterable[Tensor], samples: int | None = None) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of the weights' shapes and numbers, rounded to bfloat16. It is equal for a
-    bfloat16 and a float32 copy.
-
-    Args:
-        weights: of any shape. samples: numbers of each weight, evenly spread; None reads all.
-
-    Raises:
-        ValueError: a weight lies on no device.
-    """
-    digest = hashlib.sha256()
-    for weight in weights:
-        if weight.is_meta:
-            raise ValueError("weights put off their device have no fingerprint: load the model without offload")
-        flat = weight.detach().flatten()
-        if samples is not None and len(flat) > samples:
-            flat = flat[:: len(flat) // samples][:samples]
-        exact = flat.to(torch.bfloat16).view(torch.int16) if flat.is_floating_point() else flat
-        digest.update(f"{tuple(weight.shape)}".encode())
-        digest.update(exact.cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
-    """Hashes of the ``vocabulary`` (with the ids of a probe) and of the chat ``template``."""
-    words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    template = getattr(tokenizer, "chat_template", None)
-    vocabulary = _short(json.dumps([words, tokenizer(PROBE).input_ids]))
-    return {"vocabulary": vocabulary, "template": None if template is None else _short(json.dumps(template))}
-
-
-def _short(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
-def first_difference(there: object, here: object, name: str = "") -> str | None:
-    """Words for the first difference of two JSON values: ``config.rope_theta: 10000.0 in the file, 500000.0 here``. Numbers
-    may differ by ``CLOSE``, since devices compute frequencies in their own way."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        for key in [*here, *(key for key in there if key not in here)]:
-            whole = f"{name}.{key}" if name else str(key)
-            if key not in there or key not in here:
-                return f"{whole}: {'missing in' if key in here else 'unknown, but in'} the file"
-            if found := first_difference(there[key], here[key], whole):
-                return found
-        return None
-    if isinstance(there, list) and isinstance(here, list):
-        if len(there) != len(here):
-            return f"{name}: {len(there)} values in the file, {len(here)} here"
-        pairs = enumerate(zip(there, here, strict=True))
-        return next((found for i, pair in pairs if (found := first_difference(*pair, f"{name}[{i}]"))), None)
-    if isinstance(there, float) and isinstance(here, int | float) and type(here) is not bool:
-        same = math.isclose(there, here, rel_tol=CLOSE)
-    else:
-        same = there == here and type(there) is type(here)
-    return None if same else f"{name}: {_shown(there)} in the file, {_shown(here)} here"
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:60]}..."

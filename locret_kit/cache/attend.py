@@ -11,12 +11,7 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
-from torch.backends.cuda import (
-    SDPAParams,
-    can_use_cudnn_attention,
-    can_use_efficient_attention,
-    can_use_flash_attention,
-)
+from torch.backends import cuda
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
@@ -25,7 +20,7 @@ from locret_kernels.backend import capability, choose, function
 from locret_kernels.column_stats import MARGIN
 from locret_kernels.ragged_decode import Angles, Rotation, Rows, Spans
 
-from ..backbones.decoder_attention import Softmax
+from ..backbones.handlers import Softmax
 from ..backbones.spec import AttentionLayer
 from ..naming import first_line
 from .graphs import capture, quickest
@@ -308,10 +303,10 @@ def attend_rows(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, 
 
 def _is_fused(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask_TS: Tensor | None) -> bool:
     """Whether a kernel of PyTorch on a card computes attention to the lower right, or by a mask, without all logits in memory."""
-    asked = SDPAParams(q_BQTD, k_BHSD, v_BHSD, mask_TS, 0.0, False, q_BQTD.shape[1] > k_BHSD.shape[1])
+    asked = cuda.SDPAParams(q_BQTD, k_BHSD, v_BHSD, mask_TS, 0.0, False, q_BQTD.shape[1] > k_BHSD.shape[1])
     if mask_TS is None:  # cuDNN has no such mask by itself
-        return can_use_flash_attention(asked) or can_use_efficient_attention(asked)
-    return can_use_efficient_attention(asked) or can_use_cudnn_attention(asked)
+        return cuda.can_use_flash_attention(asked) or cuda.can_use_efficient_attention(asked)
+    return cuda.can_use_efficient_attention(asked) or cuda.can_use_cudnn_attention(asked)
 
 
 def attend_text(
@@ -331,14 +326,12 @@ def attend_text(
     return F.scaled_dot_product_attention(q_BQTD, k_BHTD, v_BHTD, is_causal=True, scale=scaling, enable_gqa=gqa)
 
 
-# ---- one token's attention over all heads of a layer in one call, whatever their lengths and the bits of their rows -
-
-# Lengths and positions may be known to the device alone, and nothing is read back from it.
-
-
 @dataclass(frozen=True)
 class VarlenRows:
-    """Rows of a layer as the decoding kernels read them, in place: ``N`` of all heads, a stretch each."""
+    """Rows of a layer as the decoding kernels read them, in place: ``N`` of all heads, a stretch each.
+
+    Lengths and positions may be known to the device alone, and nothing is read back from it.
+    """
 
     rows: Rows
     """Keys and values ``[N, D]``."""

@@ -1,7 +1,5 @@
 """Backends: who computes for a cache. One is chosen when the cache meets its model, and every step asks that one."""
 
-from __future__ import annotations
-
 import logging
 from copy import copy
 from functools import cache
@@ -20,8 +18,9 @@ from locret_kernels.column_stats import ColumnStats
 from locret_kernels.fused import rms_norm, swiglu
 from locret_kernels.sparse_attend import Blocks
 
-from ..backbones.decoder_attention import LayerOperations, Linear, Softmax, rotate_lean
-from ..backbones.patches import product
+from ..backbones.bfloat16 import product
+from ..backbones.handlers import LayerOperations, Linear, Softmax
+from ..backbones.rope import rotate_lean
 from ..registry import Registry
 from .attend import attend_rows, attend_window, chunk_attention, steady_attention, varlen_operator
 

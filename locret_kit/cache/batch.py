@@ -5,8 +5,6 @@ text may be at its prompt while another is decoded, and texts come and go betwee
 ``model.generate``, whose texts are rows that are padded to one length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import accumulate
@@ -17,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..backbones.decoder_attention import Arguments, Handler, LayerInput, LayerOperations, Softmax
+from ..backbones.handlers import Arguments, Handler, LayerInput, LayerOperations, Softmax
 from ..heads import RetainingHeads, loaded
 from ..policies import Policy
 from ..policies.capabilities import refuse

@@ -1,7 +1,5 @@
 """Face of the bounded cache to transformers: a ``Cache`` that never holds more than ``budget + chunk`` rows per head."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,18 +9,19 @@ import torch
 from torch import LongTensor, Tensor
 from transformers import PreTrainedModel
 
-from ..backbones.decoder_attention import same_rotation
 from ..backbones.intercept import active_handler
-from ..backbones.spec import StatefulCache, States
+from ..backbones.rope import same_rotation
+from ..backbones.states import StatefulCache, States
 from ..heads import RetainingHeads
 from ..policies import EVIDENCE, Policy
 from ..policies.grammar import composed_of
 from ..settings import INT32_MAX, Resolved, RunSettings
-from . import view
 from .context import CacheCounters, Context, Pins, Stage
 from .due import Schedule
 from .forward import TextForward
 from .options import CacheOptions
+from .pins import pins_of, without
+from .second_reading import Kept, to_prompt_positions
 from .state import CannotFork, TextState
 from .storage.codec import check_storage
 from .storage.rows import BoundedLayer
@@ -140,11 +139,11 @@ class BoundedCache(StatefulCache):
 
     def pin_all(self, ranges: Iterable[Sequence[int]]) -> None:
         """``pin`` of several ranges at once."""
-        self.state.set_pins(view.pins_of((*self.pins, *((start, end) for start, end in ranges))))
+        self.state.set_pins(pins_of((*self.pins, *((start, end) for start, end in ranges))))
 
     def unpin(self, start: int, end: int) -> None:
         """Let the policy decide again about the tokens at positions ``[start, end)``, pinned or not."""
-        self.state.set_pins(view.without(self.pins, start, end))
+        self.state.set_pins(without(self.pins, start, end))
 
     # ---- copies and other texts ------------------------------------------------------------------------------------
 
@@ -270,7 +269,7 @@ class BoundedCache(StatefulCache):
         """Work done on this text."""
         return self.state.counters
 
-    def kept_positions(self, layer: int) -> view.Kept:
+    def kept_positions(self, layer: int) -> Kept:
         """Positions (int32, ascending) of the tokens that layer holds now: ``[1, H, rows]``, or where heads differ a list
         of lists; ``kept_positions(layer)[0][h]`` is a head's either way. ``[1, H, 0]`` before the first token.
 
@@ -280,7 +279,7 @@ class BoundedCache(StatefulCache):
         heads, rows = self.context.spec.layers[layer].n_kv_heads, self.bounded[layer]
         none = torch.empty(1, heads, 0, dtype=torch.int32, device=self.context.model.device)
         kept = rows.kept() if rows.is_initialized else none
-        return view.to_prompt_positions(self.reread_positions, self.schedule.prompt_length or 0, kept)
+        return to_prompt_positions(self.reread_positions, self.schedule.prompt_length or 0, kept)
 
     def attention_received(self) -> Tensor | None:
         """Attention (float32, ``[seen]``) that the tokens in memory have received so far from themselves and those after, by

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from locret_kernels.sparse_attend import Blocks
 
-from ..backbones.decoder_attention import DecoderAttention, Rope, same_rotation
+from ..backbones.decoder_attention import DecoderAttention
 from ..backbones.probe import describe
 from ..backbones.recording import FARTHEST
+from ..backbones.rope import Rope, same_rotation
 from ..backbones.spec import AttentionLayer, BackboneSpec, text_config
 from ..heads import RetainingHeads
 from ..policies import Policy
@@ -30,10 +31,6 @@ from .storage.blocks import BlockStore
 from .storage.codec import CODECS, Plain, Scratch
 from .storage.layouts import LAYOUTS, EqualRows
 from .storage.rows import BoundedLayer
-
-# ---- what recall remembers beside the stores ------------------------------------------------------------------------
-
-# Its work on a text, and what the layers of a forward gave to blocks.
 
 
 @dataclass
@@ -54,9 +51,6 @@ class RecallCounters:
 BlockScores = dict[tuple[int, int], Tensor]
 """Scores ``[B, 1, N]`` that the layers of one forward gave to the blocks, the most of any layer so far, for each piece of the
 forward: by its first token and its length."""
-
-
-# ---- constants of a bound cache ----
 
 
 Pins = tuple[tuple[int, int], ...]
@@ -304,11 +298,6 @@ def layer_budgets(policy: Policy, schedule: Schedule, windows: Sequence[int | No
     s, full = schedule, sum(window is None for window in windows)
     shares = iter(policy.layer_budgets(s.budget, full, s.chunk, s.stabilizers, s.tail, s.prompt_length))
     return [next(shares) if window is None else 0 for window in windows]
-
-
-# ---- layers of a bound cache ----------------------------------------------------------------------------------------
-
-# Where and how the rows of each are stored, and how many.
 
 
 def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:

@@ -5,16 +5,12 @@ prompt begin; the tail itself and the first decoded tokens are appended without 
 prompt is one chunk without a tail.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Self
 
 from ..settings import INT32_MAX, Resolved
-
-if TYPE_CHECKING:
-    from .storage.rows import BoundedLayer
+from .storage.rows import BoundedLayer
 
 PIECE = 512
 """Tokens a forward takes at most in the one-shot form, whose chunk is the prompt."""
@@ -61,7 +57,7 @@ class Schedule:
             raise ValueError(f"decode_every={self.decode_every} needs prompt_length: it counts from the prompt's end")
 
     @classmethod
-    def of(cls, settings: Resolved, prompt_length: int | None) -> Schedule:
+    def of(cls, settings: Resolved, prompt_length: int | None) -> Self:
         """The schedule of a prompt of ``prompt_length`` tokens; None is an unknown length."""
         names = ("budget", "chunk", "stabilizers", "local_len", "decode_every", "one_shot")
         return cls(prompt_length=prompt_length, **{name: getattr(settings, name) for name in names})

@@ -4,8 +4,6 @@ log-sum-exp, and releases after 4.0.0b18 return more.
 ``attend`` registers this module in the place of the package's own. It can be imported where the package is installed.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -2,8 +2,6 @@
 rotation: ``fc1 [q; k; v] = (fc1 W) x + fc1 b`` of a layer's normed input ``x``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -16,8 +14,8 @@ from transformers import PreTrainedModel
 from locret_kernels.enter import HeadProduct
 
 from ..backbones.decoder_attention import DecoderAttention
+from ..backbones.decoder_modules import decoder_of, is_untouched
 from ..backbones.products import Product, plain_projections
-from ..backbones.spec import decoder_of, is_untouched
 from ..heads import RetainingHead, RetainingHeads
 
 

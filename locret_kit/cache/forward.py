@@ -5,15 +5,13 @@ The model may be fed in pieces of any size: evictions happen at boundaries that 
 exceptions: ``clipped`` positions follow the newest token of a piece, and rows in 4 or 2 bits are rounded after a piece.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..backbones.decoder_attention import Arguments, Handler, LayerInput, LayerOperations, Softmax
+from ..backbones.handlers import Arguments, Handler, LayerInput, LayerOperations, Softmax
 from . import step
 from .options import checked_arguments
 from .state import TextState

@@ -1,7 +1,5 @@
 """CUDA graphs: all are captured on one stream of their device. A call is timed as it runs, by replays."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from itertools import pairwise

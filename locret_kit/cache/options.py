@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..backbones.decoder_attention import Arguments
+from ..backbones.handlers import Arguments
 from ..backbones.spec import text_config
 from ..heads import RetainingHeads, loaded
 from ..policies import Policy
@@ -18,8 +18,8 @@ from ..policies.grammar import parse_policy
 from ..settings import Resolved, RunSettings
 from .context import Context, Stage
 from .due import Schedule
+from .second_reading import check_reread
 from .storage.codec import check_storage
-from .view import check_reread
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,6 @@ class CacheOptions:
         schedule = Schedule.of(resolved, prompt_length)
         check_reread(self.policy, schedule)
         return resolved, schedule
-
-
-# ---- what a forward over a cache must not be given -------------------------------------------------------------------
 
 
 def checked_arguments(arguments: Arguments, ctx: Context, seen: int, rows: int) -> Arguments:

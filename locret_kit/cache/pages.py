@@ -7,12 +7,10 @@ several texts.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 from torch import Tensor
@@ -25,14 +23,12 @@ from ..backbones.stand_in import config_of_rank
 from ..policies import Policy
 from ..policies.capabilities import reason
 from ..settings import Resolved
+from .bounded import BoundedCache
 from .context import layer_rows, make_layers
+from .state import TextState
 from .storage.codec import Scratch
 from .storage.exports import copy_rows
 from .storage.rows import BoundedLayer, Page
-
-if TYPE_CHECKING:
-    from .bounded import BoundedCache
-    from .state import TextState
 
 ALIGNMENT = 8
 """Bytes: a row's are a multiple of it, so that buffers of every type begin where they may."""
@@ -201,7 +197,7 @@ class PagePool:
         if not all(pool.shape.holds(shape) for pool, shape in zip(self._pools, shapes, strict=True)):
             return
         page = self._free.pop()
-        weakref.finalize(cache, self._free.append, page)
+        finalize(cache, self._free.append, page)
         layers = make_layers(ctx, cache.state.scratch)
         for pool, rows, old in zip(self._pools, layers, cache.bounded, strict=True):
             pool.bind(page, rows)

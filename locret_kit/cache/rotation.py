@@ -8,12 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..backbones.decoder_attention import Rope
+from ..backbones.rope import Rope
 from ..settings import read_positions
 
-# ---- by which position a cached key is rotated ----------------------------------------------------------------------
-
-# One formula, three names.
+# One formula for the position of a cached key, under three names.
 #
 # The slot of token ``t`` with rank ``r`` in its head, after ``n`` tokens, has position ``max(r, t - max(0, n - span))``: true
 # distances among the newest ``span`` tokens, and below that ranks, so no position exceeds ``max(span, rows)``.
@@ -69,9 +67,6 @@ class Positions:
         # At least its true distance from the span's start, at least its rank.
         low = seen.clamp(max=self.span) if isinstance(seen, Tensor) else min(seen, self.span)
         return rows_BH.clamp(min=low)
-
-
-# ---- tables of cos and sin by which rows are rotated, each made once a forward ----
 
 
 STEP = 64

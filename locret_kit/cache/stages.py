@@ -1,7 +1,5 @@
 """Stages of a policy: what its merging, its recall and its sparse prefill do in a layer's step and eviction."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 
@@ -11,7 +9,7 @@ from torch.nn import functional as F
 
 from locret_kernels.sparse_attend import Blocks
 
-from ..backbones.decoder_attention import Rope, rotate
+from ..backbones.rope import Rope, rotate
 from ..policies import Policy
 from ..policies.base import BlockIndex, Merge, Recall, Slots, Sparse, resolve_count, wide
 from ..settings import FIRST

@@ -11,13 +11,16 @@ from functools import cache, partial
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..backbones.decoder_attention import Softmax, same_rotation
+from ..backbones.handlers import Softmax
 from ..backbones.probe import describe
-from ..backbones.spec import States
+from ..backbones.rope import same_rotation
+from ..backbones.states import States
 from ..backbones.wrapped import unwrapped
 from . import step, view
 from .context import CacheCounters, Context, Pins, RecallCounters, make_layers
 from .options import CacheOptions
+from .pins import check_room, first_pins
+from .second_reading import choose_passages, to_cache_positions
 from .stages import stages_of
 from .storage.codec import BITS, Scratch
 from .storage.exports import copy_rows
@@ -58,7 +61,7 @@ class TextState:
         self.states: States | None = None
         self.scratch = Scratch()
         self.counters = CacheCounters()
-        self.pins: Pins = view.first_pins(self.settings)
+        self.pins: Pins = first_pins(self.settings)
         self.reread_positions: list[int] = []
         self.last_hidden: Tensor | None = None
         self.unfinished = False
@@ -73,7 +76,7 @@ class TextState:
         model, own = unwrapped(model), self.options
         if self._context is None:
             context = Context.of(model, own.policy, self.schedule, own.heads, self.settings, self.counters)
-            view.check_room(context, self.pins)
+            check_room(context, self.pins)
             self._context = replace(context, pins=self.pins, stages=(*stages_of(context.policy), *own.stages))
             self.settings = context.settings
             self.layers += make_layers(self._context, self.scratch)
@@ -129,7 +132,7 @@ class TextState:
             self.states.cache.reset()
         self.set_counters(CacheCounters(), RecallCounters())
         self.last_hidden, self.reread_positions, self.unfinished, self.waiting = None, [], False, []
-        self.set_pins(view.first_pins(self.settings))
+        self.set_pins(first_pins(self.settings))
 
     def for_prompt(self, prompt_length: int | None) -> TextState:
         """State for a prompt of another length, which shares the buffers whose size stays. This one is unchanged."""
@@ -178,9 +181,9 @@ class TextState:
     def set_pins(self, pins: Pins) -> None:
         """Pin these positions alone. Raises ValueError: a layer has no room for them."""
         if self._context is not None:
-            at = view.to_cache_positions(pins, self.reread_positions, self.schedule.prompt_length or 0)
+            at = to_cache_positions(pins, self.reread_positions, self.schedule.prompt_length or 0)
             # Before a second reading all pins count, whatever rows there are: its passages must hold them.
-            view.check_room(self._context, at, () if self.needs_reread else self.layers)
+            check_room(self._context, at, () if self.needs_reread else self.layers)
             self.change_context(pins=at)
         self.pins = pins
 
@@ -199,7 +202,7 @@ class TextState:
         each piece of the prompt. ``seen`` then falls by the number of tokens that are to be read again."""
         reread = self.options.policy.reread
         if reread is not None and self.seen == self.schedule.prompt_length and self.needs_reread:
-            self.reread_positions = view.choose_passages(self.context, reread, self.layers, self.seen)
+            self.reread_positions = choose_passages(self.context, reread, self.layers, self.seen)
             self.set_pins(self.pins)
             self.last_hidden = None
 

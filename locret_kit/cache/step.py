@@ -6,8 +6,6 @@ second the text's length is a number on the device (``StaticStep``). For a singl
 of heads. Nothing is read back.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +18,8 @@ from locret_kernels.attend import ChunkRotation
 from locret_kernels.enter import Score
 from locret_kernels.ragged_decode import Angles, Rotation
 
-from ..backbones.decoder_attention import Rope, Softmax
+from ..backbones.handlers import Softmax
+from ..backbones.rope import Rope
 from .attend import VarlenRows, attend_heads, decode_rows
 from .context import Context
 from .due import Due
@@ -191,6 +190,16 @@ def _scatter_add(stat_bhS: Tensor, made: Tensor, seen: Sequence[slice] | None) -
 # ---- one step of a layer ----
 
 
+class Eviction(NamedTuple):
+    """A layer that must be cut."""
+
+    rows: BoundedLayer
+    keep: int
+    """Slots of a head, on average where heads differ."""
+    final: bool = False
+    """Whether this is the eviction before the tail, which protects no newest slots."""
+
+
 def in_model_type(ctx: Context, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors of any shape in the model's dtype, which rows have: autocast makes others."""
     if not tensors[0].is_meta and torch.is_autocast_enabled(tensors[0].device.type):
@@ -256,16 +265,6 @@ def read_block(
 
 
 # ---- evicting --------------------------------------------------------------------------------------------------------
-
-
-class Eviction(NamedTuple):
-    """A layer that must be cut."""
-
-    rows: BoundedLayer
-    keep: int
-    """Slots of a head, on average where heads differ."""
-    final: bool = False
-    """Whether this is the eviction before the tail, which protects no newest slots."""
 
 
 def make_room(ctx: Context, layers: Iterable[BoundedLayer], tokens: int) -> None:

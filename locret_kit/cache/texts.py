@@ -5,11 +5,8 @@ Texts with one new token each, and rows in one pool, are written and attended to
 ``step.read_tokens`` of each, but for rounding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,16 +14,15 @@ from torch import Tensor
 from locret_kernels.backend import function
 from locret_kernels.enter import HeadProduct, Score
 
-from ..backbones.decoder_attention import LayerInput, Rope, Softmax, Tables
+from ..backbones.handlers import LayerInput, Softmax
+from ..backbones.rope import Rope, Tables
 from .attend import VarlenRows
 from .context import Context
 from .pages import RowPool
+from .state import TextState
 from .step import attend_varlen, evict_or_wait, in_model_type, make_room, read_tokens
 from .storage.rows import BoundedLayer
 from .view import entry_scores, folded_scores, score_alike, scores_of, select_tokens
-
-if TYPE_CHECKING:
-    from .state import TextState
 
 Span = tuple[int, int]
 """First and last but one of a text's new tokens, among those of a forward."""

@@ -253,8 +253,6 @@ class Talk:
             raise ValueError(f"/{name} needs a file: /{name} {argument}")
         getattr(self, name)(*filter(None, [words]))
 
-    # ---- answers ---------------------------------------------------------------------------------------------------
-
     def _ask(self, question: str) -> None:
         self.asked, self.turns = question, len(self.chat.turns)
         self._stream(self.chat.say(question, self.screen.progress(PATIENCE_S)))
@@ -288,8 +286,6 @@ class Talk:
         """Forget the last turn."""
         line = " ".join(self.chat.undo().question.split())
         self.screen.note(f"forgotten: {line if len(line) <= 60 else line[:57] + '...'}")
-
-    # ---- files -----------------------------------------------------------------------------------------------------
 
     def read(self, file: str) -> None:
         """Read a document, or load a .locret one, and begin a conversation about it."""

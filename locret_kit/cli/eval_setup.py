@@ -1,7 +1,5 @@
 """Backbone, heads and caches' settings of an evaluation, from what ``locret-eval`` was given."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

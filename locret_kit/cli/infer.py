@@ -3,8 +3,6 @@
 This module imports no torch. Errors in the text or the ``--batch`` file are reported before anything is loaded.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -26,7 +26,7 @@ from ..config.schema import refuse
 from ..documents.document import Document
 from ..documents.document_text import describe
 from ..heads import RetainingHeads
-from ..planning.fitting_settings import budget_of_text
+from ..planning.text_budget import budget_of_text
 from ..policies import Policy
 from ..policies.grammar import parse_policy
 from ..policies.registry import UNTRAINED, Stabilizers

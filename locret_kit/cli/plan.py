@@ -19,7 +19,8 @@ from .command import entry
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from ..planning.inference_plan import BackboneSizes, Setting
+    from ..planning.backbone_sizes import BackboneSizes
+    from ..planning.inference_plan import Setting
 
 D_HIDDEN = 1024
 """Width of heads, if neither the user nor the recipe gives one."""
@@ -65,8 +66,9 @@ def shipped_configs() -> dict[str, dict[str, object]]:
 
 def run(args: PlanOptions) -> int:
     """Print the plan; returns 0 if it fits. Otherwise raises ValueError with the budget and chunk that would fit."""
-    from ..backbones.weights import gguf_types, suffix
-    from ..planning.inference_plan import BackboneSizes, Setting
+    from ..backbones.weight_bits import gguf_types, suffix
+    from ..planning.backbone_sizes import BackboneSizes
+    from ..planning.inference_plan import Setting
     from ..policies.grammar import parse_policy
 
     if args.ranks > 1 and args.engine != "vllm":
@@ -119,7 +121,7 @@ def _one_text(backbone: BackboneSizes, setting: Setting, cap: int) -> Iterator[s
 def _server(args: PlanOptions, backbone: BackboneSizes, setting: Setting, cap: int) -> Iterator[str]:
     """Lines of a plan of ``locret-serve``. Raises DoesNotFit."""
     from ..planning.fitting_settings import DoesNotFit, require_fit
-    from ..planning.inference_plan import Caches, decoding_bytes
+    from ..planning.server_caches import Caches, decoding_bytes
 
     plan, sessions = require_fit(backbone, setting, cap), args.sessions or 1
     caches = Caches.of(backbone.spec, setting, [setting.policy], sessions, args.documents, args.shared_prefixes)

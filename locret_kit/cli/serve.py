@@ -103,7 +103,8 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     that is named is there. Raises ValueError, OSError."""
     from ..answers.forms import UNKNOWN, answer_form
     from ..backbones.probe import describe
-    from ..planning.inference_plan import Caches, Setting, refuse_unbounded
+    from ..planning.inference_plan import Setting
+    from ..planning.server_caches import Caches, refuse_unbounded
     from ..policies.grammar import parse_policy
     from ..serving.app import make_app
     from ..serving.engine_thread import EngineThread

@@ -1,8 +1,6 @@
 """``locret-train recipe=NAME key=value ...``: train retaining heads, or a pool, on a frozen backbone.
 ``locret-publish`` puts heads on the Hugging Face Hub, with card, curves and results."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Options of ``locret-eval``. This module knows no model and imports no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from typing import Annotated, ClassVar, Literal
 

@@ -1,8 +1,6 @@
 """Options of all commands that load a backbone, and of ``locret-infer``, ``locret-read``, ``locret-info``,
 ``locret-ask``, ``locret-kept`` and ``locret-chat``. Imports no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 

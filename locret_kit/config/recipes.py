@@ -1,7 +1,5 @@
 """The recipes folder, and ``locret-train recipe=NAME key=value ...`` read into a training configuration. No torch."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +19,8 @@ CHOSEN = ("heads.d_hidden", "data.max_tokens")
 """Keys that a recipe may let the device choose."""
 Choose = Callable[[Values, Sequence[str]], Values]
 """Makes values of keys from all others."""
+LONGEST, LONGEST_ON_CPU = 10240, 2048
+"""Tokens of a sample: the paper's, and the demo's, whose steps take seconds on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,14 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
         ValueError: no such model. FileNotFoundError: no configuration.
     """
     from ..backbones.load import load_config, pick_device
-    from ..planning import fitting_settings as fitting
-    from ..planning.inference_plan import BackboneSizes
+    from ..planning.backbone_sizes import BackboneSizes, choose_width
 
     cfg = assemble(TrainConfig, values)
     config = load_config(cfg.backbone.model, cfg.backbone.revision)
     on_card = pick_device("cpu" if cfg.trainer.accelerator == "cpu" else None).type == "cuda"
-    longest = fitting.LONGEST if on_card else fitting.LONGEST_ON_CPU
+    longest = LONGEST if on_card else LONGEST_ON_CPU
     chosen: Values = {
-        "heads.d_hidden": fitting.choose_width(BackboneSizes.of(config)),
+        "heads.d_hidden": choose_width(BackboneSizes.of(config)),
         "data.max_tokens": min(longest, getattr(config, "max_position_embeddings", longest)),
     }
     chosen = {name: chosen[name] for name in names}

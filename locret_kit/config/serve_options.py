@@ -1,8 +1,6 @@
 """Options of ``locret-serve``, ``locret-vllm`` (which also takes those of ``vllm serve``) and ``locret-plan``.
 Imports no torch."""
 
-from __future__ import annotations
-
 import re
 from collections import deque
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """Options of ``locret-train`` and ``locret-publish``. This module knows no model and imports neither torch nor
 Lightning."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal

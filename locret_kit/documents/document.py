@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..backbones.weights import tokenizer_identity
+from ..backbones.identity import tokenizer_identity
 from ..cache.bounded import BoundedCache, CannotFork
 from ..cache.file import check_there
 from ..cache.options import CacheOptions

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..backbones.weights import first_difference, tokenizer_identity
-from ..cache.saved import CacheFile, Saved
+from ..backbones.identity import first_difference, tokenizer_identity
+from ..cache.restore import Saved
+from ..cache.saved import CacheFile
 from ..naming import prefixed_errors
 from ..settings import Count, Share
 from ..text.template import has_template, render_prompt

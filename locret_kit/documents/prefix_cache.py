@@ -1,7 +1,5 @@
 """A cache that has read the beginning of prompts and is forked for each of them; and the thoughts that stay in one."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ compared by the mean difference per example. Its standard error is smaller than 
 if hard examples are hard for both.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import math
@@ -205,9 +203,6 @@ def to_csv(cells: Iterable[Cell]) -> str:
     writer.writeheader()
     writer.writerows(vars(cell) for cell in cells)
     return text.getvalue()
-
-
-# ---- two policies on the same prompts ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

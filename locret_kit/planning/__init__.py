@@ -1,7 +1,5 @@
 """Memory of a run before it is run: sizes, plans, and the largest setting that fits."""
 
-from __future__ import annotations
-
 
 def duration(seconds: float) -> str:
     """A time in its largest fitting unit: "40 s", "12 min", "3.5 h"."""

@@ -5,26 +5,20 @@ counts the same on PyTorch's meta device for the ``locret`` policy. A fused atte
 an explicit mask (on a CPU), ``chunk * rows`` elements and its scratch come on top. Scratch of attention statistics and of
 selecting stays below that of rotating the keys and is not a phase here. A score's own memory besides its queries
 (``expected-attention``, ``compactor``) is not counted. Few-bit weights are read as bitsandbytes does it on a GPU for many
-tokens (``weights.scratch_bytes``). Library workspaces and the CUDA context are the caller's ``reserve``.
+tokens (``weight_bits.scratch_bytes``). Library workspaces and the CUDA context are the caller's ``reserve``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ..backbones.gguf.gguf_model import AT_ONCE, UNPACKED
-from ..backbones.patches import SLICE
-from ..backbones.probe import outlined
-from ..backbones.products import plain_projections
-from ..backbones.spec import BackboneSpec, UnsupportedArchitecture, decoder_of, field_of
-from ..backbones.weights import scratch_bytes, stored_bytes, suffix
+from ..backbones.spec import BackboneSpec
+from ..backbones.weight_bits import suffix
 from ..cache.context import layer_rows
 from ..cache.due import PIECE, Schedule
 from ..cache.stages import TILE
@@ -35,114 +29,7 @@ from ..policies.base import Recall
 from ..policies.grammar import parse_policy
 from ..settings import INT32_MAX, Resolved, RunSettings
 from ..validation import build
-
-# ---- sizes of a backbone ----------------------------------------------------------------------------------------------
-
-
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-
-
-@dataclass(frozen=True)
-class BackboneSizes:
-    """The sizes of a backbone that memory depends on."""
-
-    spec: BackboneSpec
-    vocab: int
-    hidden: int
-    intermediate: int
-    parameters: int
-    packed_bytes: int | None = None
-    """Bytes of the packed matrices of a GGUF file; None where the model is not out of one."""
-    plain_numbers: int = 0
-    """Numbers of the GGUF file outside of packed matrices."""
-    projects: bool = False
-    """Whether retaining heads are folded into its projections on a card (``cache.folded``)."""
-
-    @classmethod
-    def of(cls, config: PretrainedConfig) -> BackboneSizes:
-        """Read a (text) configuration. The workspace is that of a like model of Llama's form."""
-        hidden = field_of(config, "hidden_size", "n_embd", "d_model")
-        inter = field_of(config, "intermediate_size", "ffn_dim", "n_inner") or 4 * hidden
-        model = without_weights(config)
-        weights = sum(weight.numel() for weight in model.parameters())  # tied ones once
-        if model.get_output_embeddings() is None:  # a decoder alone: whether they are tied is not said
-            weights += config.vocab_size * hidden
-        gguf = getattr(config, "gguf", None) or {}
-        projections = [getattr(layer, "self_attn", None) for layer in getattr(decoder_of(model), "layers", ())]
-        projects = not gguf and bool(projections) and all(map(plain_projections, projections))
-        packed, plain = gguf.get("packed_bytes"), gguf.get("plain_numbers", 0)
-        return cls(outlined(model), config.vocab_size, hidden, inter, weights, packed, plain, projects)
-
-    @property
-    def fused(self) -> bool:
-        """Whether q, k, v come from one projection, and gate and up from another (Phi-3)."""
-        return self.spec.model_type == "phi3"
-
-    @property
-    def matrices(self) -> list[tuple[int, int]]:
-        """Inputs and outputs of every matrix of a layer."""
-        q, kv = self.spec.n_heads * self.spec.head_dim, self.spec.n_kv_heads * self.spec.head_dim
-        inward = [self.spec.qkv_dim, 2 * self.intermediate] if self.fused else [q, kv, kv, *[self.intermediate] * 2]
-        return [*((self.hidden, out) for out in inward), (q, self.hidden), (self.intermediate, self.hidden)]
-
-    def weights(self, item: int, bits: int | None) -> int:
-        """Bytes of the weights, ``item`` a number; with ``bits`` matrices as bitsandbytes stores them, of a GGUF file as they
-        lie there."""
-        if self.packed_bytes is not None:
-            return self.packed_bytes + self.plain_numbers * item
-        if bits is None:
-            return self.parameters * item
-        layer = sum(item * inputs * out - stored_bytes(inputs, out, bits) for inputs, out in self.matrices)
-        return self.parameters * item - self.spec.n_layers * layer
-
-    def mlp(self, T: int, item: int, bits: int | None) -> int:
-        """Bytes alive at the MLP's widest moment: the layer's input and the memory of the first slice. From the second slice on,
-        the MLP's output counts too."""
-        stream = T * self.hidden * item
-        first = stream + self._mlp_slice(min(T, SLICE), item, bits)
-        return first if T <= SLICE else max(first, 2 * stream + self._mlp_slice(min(T - SLICE, SLICE), item, bits))
-
-    def _mlp_slice(self, rows: int, item: int, bits: int | None) -> int:
-        """Bytes between an MLP's two products: activation, up and their product; a fused projection keeps gate too. With few
-        bits, if that is more, as up is made: beside the activation, or together with gate."""
-        wide = self.intermediate
-        product = rows * (4 if self.fused else 3) * wide * item
-        if bits is None:
-            return product
-        scratch = scratch_bytes(rows, self.hidden, 2 * wide if self.fused else wide, bits, item)
-        return max(product, rows * 2 * wide * item + scratch)
-
-    def projection(self, T: int, item: int, bits: int, before: int, after: int) -> int:
-        """Bytes alive as few-bit matrices make queries, with ``before`` elements beside, or take attention's output, with
-        ``after`` elements."""
-        hidden, q = self.hidden, self.spec.n_heads * self.spec.head_dim
-        made = self.spec.qkv_dim if self.fused else q
-        return max(
-            (before + T * made) * item + scratch_bytes(T, hidden, made, bits, item),
-            (after + T * hidden) * item + scratch_bytes(T, q, hidden, bits, item),
-        )
-
-
-def without_weights(config: PretrainedConfig) -> PreTrainedModel:
-    """A language model on the meta device, in float32, whose experts run without numbers; its decoder where transformers has the
-    text part of a multimodal model no other way."""
-    kind = next((auto for auto in (AutoModelForCausalLM, AutoModel) if type(config) in auto._model_mapping), None)
-    if kind is None:
-        raise UnsupportedArchitecture(f"model_type={config.model_type!r}: transformers has no model of this part alone")
-    with torch.device("meta"):  # of a copy, since transformers writes the type into the configuration
-        model: PreTrainedModel = kind.from_config(deepcopy(config), dtype=torch.float32)
-    model.set_experts_implementation("batched_mm")
-    return model.eval()
-
-
-def head_parameters(spec: BackboneSpec, d_hidden: int) -> int:
-    """Weights of all retaining heads."""
-    return d_hidden * sum(layer.qkv_dim + layer.n_kv_heads for layer in spec.layers)
-
-
-# ---- memory of recall -----------------------------------------------------------------------------------------------
-
-# What is stored on the host, and on the device what finds it and what comes back.
+from .backbone_sizes import ITEM_BYTES, BackboneSizes, head_parameters
 
 
 def stored_blocks(recall: Recall, context: int) -> int:
@@ -174,9 +61,6 @@ def recall_phases(
         "look up": H * keys * D * (item + wide) + tile * keys * 3 * wide,
         "attend to recalled": copies + tile * seen * 4 * wide + 2 * tokens * Q * D * wide,
     }
-
-
-# ---- memory of a run, predicted from a transformers configuration alone ----
 
 
 ROTATION_COPIES = 4
@@ -382,69 +266,3 @@ def plan_inference(backbone: BackboneSizes, setting: Setting) -> Plan:
     folded = spec.windows.count(None) * setting.width * backbone.hidden if folds else 0
     weights, heads = backbone.weights(item, setting.weight_bits), head_parameters(spec, setting.width) + folded
     return Plan(weights, heads * item, cache, transient, store_bytes(spec, setting))
-
-
-# ---- memory of a server's caches ------------------------------------------------------------------------------------
-
-# How many there are at most, and the bytes of each.
-
-
-def refuse_unbounded(*policies: Policy) -> None:
-    """Raise ValueError for a policy that evicts nothing."""
-    for policy in policies:
-        if policy.keeps_everything:
-            raise ValueError(f"policy={policy.name!r} evicts nothing, so no number bounds a server's memory with it")
-
-
-@dataclass(frozen=True)
-class Caches:
-    """The caches of a server.
-
-    Attributes:
-        each: bytes of one, that of the policy that needs most.
-    """
-
-    each: int
-    sessions: int
-    documents: int
-    shared_prefixes: int
-    stored: int = 0
-    """Bytes of one's store in the host's memory, where evicted slots may come back."""
-
-    @classmethod
-    def of(
-        cls, spec: BackboneSpec, setting: Setting, policies: Sequence[Policy], sessions: int, documents: int, shared_prefixes: int
-    ) -> Caches:  # fmt: skip
-        """The caches of a server with such settings.
-
-        Raises:
-            ValueError: a policy that evicts nothing, so that no number bounds its memory.
-        """
-        refuse_unbounded(*policies)
-        settings = [replace(setting, policy=policy) for policy in policies]
-        each = max(cache_bytes(spec, each) for each in settings)
-        stored = max(store_bytes(spec, each) for each in settings)
-        return cls(each, sessions, documents, shared_prefixes, stored)
-
-    @property
-    def count(self) -> int:
-        return self.sessions + self.documents + self.shared_prefixes
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all caches on the device."""
-        return self.count * self.each
-
-    def __str__(self) -> str:
-        return (
-            f"{self.sessions} sessions, {self.documents} documents and {self.shared_prefixes} shared prefixes: "
-            f"{self.count} caches of {show(self.each)}, {show(self.bytes)}"
-            + (f", and {show(self.count * self.stored)} of host memory for what they evict" if self.stored else "")
-        )
-
-
-def decoding_bytes(backbone: BackboneSizes, setting: Setting, sessions: int) -> int:
-    """Bytes that ``sessions`` answers, decoded together, need in addition to those of a chunk. They are the hidden states of a
-    token and its logits, in the model's dtype, and in float32 with their probabilities."""
-    item = ITEM_BYTES[setting.dtype]
-    return sessions * (3 * backbone.hidden * item + backbone.vocab * (item + 4 + 4))

@@ -3,15 +3,13 @@
 The parts are in ``base``, their names in ``registry``, and the grammar that composes them in ``grammar``.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial, reduce
 from math import floor
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,10 +22,7 @@ from .slots import joined
 
 H = TypeVar("H")
 
-# ---- whole numbers of slots from shares -----------------------------------------------------------------------------
-
-# Sums are exact, whatever is rounded.
-
+# Whole numbers of slots from shares: sums are exact, whatever is rounded.
 
 WHOLE = 10**6
 """Unit of shares on the device: 1 / ``WHOLE`` of a slot."""
@@ -76,8 +71,6 @@ def raised(budgets_BH: Tensor, least_BH: Tensor) -> Tensor:
     whole_BH, rest_BH = spare_BH * total_B[:, None] // spare_B1, spare_BH * total_B[:, None] % spare_B1
     return least_BH + rounded_on_device(whole_BH * WHOLE + rest_BH * WHOLE // spare_B1, spare_BH, total_B)
 
-
-# ---- a policy ----
 
 EVIDENCE = "sum"
 """The statistic of ``Policy.evidence``."""
@@ -165,11 +158,11 @@ class Policy:
         """Whether heads of one layer may hold different numbers of slots."""
         return self.allocation.layout != "equal"
 
-    def at(self, budget: int) -> Policy:
+    def at(self, budget: int) -> Self:
         """The policy with its recall sized for a budget of n slots per head."""
         return self if self.recall is None else replace(self, recall=self.recall.at(budget))
 
-    def watched(self) -> Policy:
+    def watched(self) -> Self:
         """The policy with ``evidence``; itself where sparse prefill leaves attention out."""
         return self if self.sparse is not None else replace(self, evidence=True)
 

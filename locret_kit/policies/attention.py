@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..backbones.decoder_attention import Softmax
+from ..backbones.handlers import Softmax
 from .slots import Slots, wide
 
 

@@ -12,8 +12,6 @@ there. Shapes: ``B`` texts, ``H`` key/value heads, ``Q`` query heads, ``S`` slot
 channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Annotated, ClassVar, Protocol
@@ -348,7 +346,7 @@ class Recall(Part, Protocol):
     """Scope of the choice of blocks: per 'head', per 'layer', or for the 'model' by the maximum over the layers
     so far."""
 
-    def at(self, budget: int) -> Recall:
+    def at(self, budget: int) -> "Recall":
         """The part with sizes for a budget of n slots per head."""
         return self
 

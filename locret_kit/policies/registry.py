@@ -215,9 +215,6 @@ def load_plugin(text: str) -> None:
         raise ValueError(f"plugin={text!r}: {type(error).__name__}: {first_line(error)}") from error
 
 
-# ---- scopes that several methods share; scopes are united with ``+`` ------------------------------------------------
-
-
 @part("scope", "sinks")
 class Sinks(base.Scope):
     """The first ``n`` tokens of the text, or a fraction of the head's slots. Source: StreamingLLM, arXiv 2309.17453."""
@@ -262,9 +259,6 @@ class Stabilizers(base.Scope):
 
     def protects_newest(self, slots: base.Slots) -> int:
         return min(slots.stabilizers, base.resolve_count(self.most, slots.keep))
-
-
-# ---- numbers of slots of each layer and each head -------------------------------------------------------------------
 
 
 @part("allocation", "pyramid")

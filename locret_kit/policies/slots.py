@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from locret_kernels.attend import window_attention
 from locret_kernels.backend import function
 
-from ..backbones.decoder_attention import Linear, Rope, Softmax
+from ..backbones.handlers import Linear, Softmax
+from ..backbones.rope import Rope
 
 PLAIN = Softmax(1.0)
 

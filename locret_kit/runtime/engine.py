@@ -4,14 +4,12 @@ A sequence's cache, evictions and random numbers are its own, so its tokens are 
 the rounding of the shared matrix products below.
 """
 
-from __future__ import annotations
-
 import time
 from collections import abc
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -67,7 +65,7 @@ class Engine:
     @classmethod
     def shared(
         cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: int, *, piece: int = 512, chunk: int | None = None
-    ) -> Engine:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """An engine for up to ``texts`` texts at once. The compiled call is made here, so that the first token does
         not wait for it."""
         model = unwrapped(model)

@@ -1,7 +1,5 @@
 """Passages of a text that an answer was read from: where its tokens attended most among the tokens in memory."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ its scores.
 Source: KVzip, arXiv 2505.23416, section 3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,8 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from locret_kernels.backend import choose, function
 
-from ..backbones.decoder_attention import Handler, LayerInput, Softmax, rotate
+from ..backbones.handlers import Handler, LayerInput, Softmax
 from ..backbones.intercept import attach
+from ..backbones.rope import rotate
 from ..cache.bounded import BoundedCache
 from ..cache.storage.codec import Plain
 from ..cache.storage.layouts import RaggedRows

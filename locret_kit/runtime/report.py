@@ -1,30 +1,20 @@
-"""Cost of a run: tokens, seconds, rows, bytes."""
-
-from __future__ import annotations
+"""Cost of a run: tokens, seconds, rows, bytes; and the origin of a report: hash of the heads, versions."""
 
 import hashlib
 import platform
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import Self
 
 import torch
+from transformers import PreTrainedModel
 
 from locret_kernels import provenance as origin
 from locret_kernels.provenance import peak_memory
 
-from ..backbones.weights import precision_of
+from ..backbones.weight_bits import precision_of
+from ..cache.bounded import BoundedCache
+from ..heads import RetainingHeads, state_of
 from ..settings import Resolved
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from ..cache.bounded import BoundedCache
-    from ..heads import RetainingHeads
-
-
-# ---- origin of a report or a row ------------------------------------------------------------------------------------
-
-# The backbone, the heads with a hash of their weights, the kit with its commit.
 
 
 def weights_hash(heads: RetainingHeads) -> str:
@@ -32,8 +22,6 @@ def weights_hash(heads: RetainingHeads) -> str:
 
     Heads that were cast to a coarser dtype have another hash: take it as they are loaded.
     """
-    from ..heads import state_of
-
     digest = hashlib.sha256()
     for name, weight in state_of(heads, torch.float32).items():
         digest.update(f"{name} {tuple(weight.shape)}\n".encode())
@@ -46,9 +34,6 @@ def versions() -> dict[str, str]:
     versions = {"python": platform.python_version(), **origin.versions("torch", "transformers", "locret_kit")}
     here = origin.commit(origin.ROOT)
     return {**versions, "commit": here} if here else versions
-
-
-# ---- cost of a run ----
 
 
 @dataclass(frozen=True)
@@ -92,7 +77,7 @@ class Report:
     def of(
         cls, model: PreTrainedModel, cache: BoundedCache, *, prompt_tokens: int, new_tokens: int, prefill_s: float,
         decode_s: float, kept_rows: list[int], read_before: int = 0,
-    ) -> Report:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """Gather the figures of a finished run."""
         c = cache.counters
         return cls(

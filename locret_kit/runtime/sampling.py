@@ -1,7 +1,5 @@
 """The choice of the next token from logits, and the tokens that end an answer."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """One text: its prompt, piece by piece, and then its answer, token by token. Who computes is not asked here."""
 
-from __future__ import annotations
-
 import time
 from collections import abc
 from collections.abc import Callable, Iterator

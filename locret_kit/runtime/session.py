@@ -1,11 +1,10 @@
 """Prefill a prompt through a bounded cache and decode from it."""
 
-from __future__ import annotations
-
+import re
 import time
 from collections import abc
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
 from ..heads import RetainingHeads
 from ..planning import duration
-from ..planning.fitting_settings import explain_oom
 from ..policies import Policy
 from ..settings import Resolved
 from ..text.tokens import TextStream
@@ -70,9 +68,6 @@ def _read(engine: Engine, sequence: Sequence, cache: BoundedCache, progress: Cal
         engine.step()
         if progress:
             progress(cache.get_seq_length(), len(sequence.request.ids))
-
-
-# ---- how long a reading takes, judged before it begins --------------------------------------------------------------
 
 
 LONG = 8192
@@ -318,3 +313,28 @@ class Answer:
             else:
                 self.text += event.text
                 yield event.text
+
+
+class OutOfMemory(RuntimeError, MemoryError):
+    """The device ran out of memory. The message has the bytes that were asked for, the budget and the chunk."""
+
+
+@dataclass(frozen=True)
+class explain_oom:
+    """A block that turns an out-of-memory error of a run into an ``OutOfMemory``. It is a class, because a generator's context
+    that raises leaves a cycle from Python 3.12 on. That cycle would keep the run's memory alive."""
+
+    cache: BoundedCache
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        asked = re.search(r"ried to allocate ([\d.]+ ?(?:bytes|[KMGT]iB))", str(error))  # a card's words, or a CPU's
+        if not isinstance(error, RuntimeError) or not (asked or isinstance(error, torch.OutOfMemoryError)):
+            return
+        needed, schedule = f"{asked[1]} were asked for, " if asked else "", self.cache.schedule
+        raise OutOfMemory(
+            f"out of memory: {needed}with budget={schedule.budget} and chunk={schedule.chunk}; "
+            "locret-plan prints the largest that fit"
+        ) from error

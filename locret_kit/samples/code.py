@@ -157,9 +157,6 @@ def _of_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Fact]
             yield Fact("caller", other, "", name, head, last, rf"(?<!def )(?<!class )\b{other}\(")
 
 
-# ---- samples ----------------------------------------------------------------------------------------------------------
-
-
 def code_text(
     tokenizer, files: Sequence[CodeFile], n_tokens: int, rng: random.Random, kinds: Sequence[str]
 ) -> tuple[str, list[Asked]]:

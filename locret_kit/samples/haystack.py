@@ -178,9 +178,6 @@ def _inputs(path: Path) -> str:
     return "\n\n".join(parts)
 
 
-# ---- needles ---------------------------------------------------------------------------------------------------
-
-
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 
 

@@ -16,7 +16,8 @@ from functools import partial
 from ..documents.document_text import hash_ids
 from ..documents.prefix_cache import PrefixCache
 from ..engine import BoundedCache, CannotFork, Engine, Sequence
-from .request import LOG, Counters, PrefixKey, Prompt, ServerRequest
+from .figures import Counters
+from .request import LOG, PrefixKey, Prompt, ServerRequest
 from .store import SessionSpec, Store
 
 # ---- sessions that wait for their next turn, in memory and in files --------------------------------------------------

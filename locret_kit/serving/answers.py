@@ -1,7 +1,5 @@
 """Answers on their way from the engine to the client: pieces and blocks of one, and the reply to a request by a protocol."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from abc import ABC, abstractmethod

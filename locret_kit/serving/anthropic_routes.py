@@ -1,7 +1,5 @@
 """Anthropic's ``/v1/messages``: its bodies as those of chat completions, and the answers in its form."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import AsyncIterator
 from functools import cached_property

@@ -4,8 +4,6 @@ Each request gets a name, and may be refused before its body is read. Prompts an
 every cache belongs to the API key that made it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time
@@ -33,8 +31,6 @@ from .process import refusal
 from .request import LOG
 from .responses_routes import add_responses
 from .state import Server
-
-# ---- what the server is, and texts as tokens -------------------------------------------------------------------------
 
 
 class Tokenize(Part):
@@ -102,9 +98,6 @@ def add_information(app: FastAPI, server: Server) -> None:
     for base in ("", "/v1"):
         app.post(f"{base}/tokenize")(tokenize)
         app.post(f"{base}/detokenize")(detokenize)
-
-
-# ---- what stands around every request --------------------------------------------------------------------------------
 
 
 GONE = 499
@@ -183,9 +176,6 @@ class Guard:
             answer = problem(Refused(error.status_code, error.detail, headers=closed), scope["path"])
             return await answer(scope, receive, send)
         await self.app(scope, bounded, send)
-
-
-# ---- the application -------------------------------------------------------------------------------------------------
 
 
 FILES = {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript", "/page.marked.js": "text/javascript"}

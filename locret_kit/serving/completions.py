@@ -1,7 +1,5 @@
 """Completions of chats and of texts: from a body to the engine's requests, and the answers in OpenAI's words."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time

@@ -24,7 +24,8 @@ from ..naming import prefixed_errors
 from ..policies import Policy
 from ..settings import RunSettings, Thoughts
 from .admission import Admission, Sessions
-from .request import LOG, Busy, Counters, Prompt, ServerRequest, Stopping
+from .figures import Counters
+from .request import LOG, Busy, Prompt, ServerRequest, Stopping
 from .store import SessionSpec, Store
 
 PINNED_AHEAD = 32
@@ -70,8 +71,6 @@ class EngineThread:
         self.failed = False
         self._thread = threading.Thread(target=self._run, name="locret-engine", daemon=True)
         self._thread.start()
-
-    # ---- from other threads ----------------------------------------------------------------------------------------
 
     def submit(self, *requests: ServerRequest) -> None:
         """Queue requests: all, or none.
@@ -174,8 +173,6 @@ class EngineThread:
                 "sessions": self.sessions, "sessions_in_use": self._admission.caches,
                 "sessions_idle": len(self._parked.parked), "beginnings": len(self._admission.prefixes),
             }  # fmt: skip
-
-    # ---- the engine's thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:

@@ -6,8 +6,6 @@ until it does; then those without which it does so too are undone. A repair chan
 prompt begins as this one's.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import operator

@@ -243,9 +243,6 @@ class ResponseFormat(Part):
         return self
 
 
-# ---- errors ----------------------------------------------------------------------------------------------------------
-
-
 Body = TypeVar("Body", bound=BaseModel)
 TOO_LONG = "context_length_exceeded"
 """Code of a prompt that is too long."""

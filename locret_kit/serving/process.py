@@ -2,8 +2,6 @@
 names and pages that it answers without keys.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import logging

@@ -2,8 +2,6 @@
 items of answers are remembered, for requests that name them.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import time

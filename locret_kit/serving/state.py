@@ -23,8 +23,9 @@ from ..documents.document import Document
 from ..naming import first_line
 from ..text.reader import Late, convert, is_converted, read_stream
 from .engine_thread import EngineThread
+from .figures import Figures
 from .messages import Refused, nested
-from .request import LOG, Figures
+from .request import LOG
 from .store import owner_of
 
 MAX_CHARACTERS = 4 << 20

@@ -6,8 +6,6 @@ no token ids: a hash tells whether a prompt starts with the session's tokens. Ab
 are removed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
@@ -142,8 +140,6 @@ class Store:
         """Let another server have the folder."""
         self._open.close()
 
-    # ---- what is there ---------------------------------------------------------------------------------------------
-
     def scan(self, spec: SessionSpec) -> None:
         """Find the files of an earlier server. Damaged files are removed. Files of a later version, and files that ``spec``
         refuses, stay and count, since another server may want them. Both are logged in one line each."""
@@ -246,8 +242,6 @@ class Store:
                 self._files.move_to_end(name)
                 with suppress(OSError):  # somebody has removed it, or the disk takes no more
                     os.utime(self._files[name].path)
-
-    # ---- writing and reading ---------------------------------------------------------------------------------------
 
     def save(self, keys: tuple[PrefixKey, ...], cache: BoundedCache) -> None:
         """Write a session's file. A disk error is logged and counted, not raised."""

@@ -73,8 +73,6 @@ class FrozenTraining(L.LightningModule, ABC):
     def backbone(self) -> PreTrainedModel:
         return self._backbone[0]
 
-    # ---- what a training says of its module ------------------------------------------------------------------------------
-
     @abstractmethod
     def export(self, trained: nn.Module, out: Path) -> Path:
         """Write the trained module for inference; returns its folder."""
@@ -82,8 +80,6 @@ class FrozenTraining(L.LightningModule, ABC):
     @abstractmethod
     def used(self) -> nn.Module:
         """The part of the backbone that a step runs."""
-
-    # ---- hooks of Lightning ----------------------------------------------------------------------------------------------
 
     def on_fit_start(self) -> None:
         if not hasattr(self.backbone, "hf_device_map"):

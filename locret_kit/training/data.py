@@ -30,6 +30,8 @@ from .made import DRAWS, Made, nobody
 
 BLOCK = 512
 """Records that are held at a time of a source that is not held whole."""
+Held = tuple[list[tuple[int, Sample]], overlap.Grams]
+"""Set-aside records by number with their samples, and the 13-grams that are known then."""
 
 
 class Records:
@@ -75,8 +77,6 @@ class Records:
         self._kept = list(range(len(self._first)))
         self._enter(0, 0)
         self[0]
-
-    # ---- reading -----------------------------------------------------------------------------------------------------------
 
     def _rows(self, start: int = 0) -> Iterator[dict]:
         """The records from ``start`` on."""
@@ -127,8 +127,6 @@ class Records:
             else:
                 self._enter(self._epoch + 1, end)
 
-    # ---- samples -----------------------------------------------------------------------------------------------------------
-
     def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
         """Set ``wanted`` samples aside for validation. Returns them, and ``known`` with their 13-grams added.
 
@@ -146,9 +144,7 @@ class Records:
         self._held = list(dict.fromkeys(number for number, _ in held))
         return [sample for _, sample in held], grams
 
-    def _one_of_each_text(
-        self, numbers: Sequence[int], wanted: int, known: overlap.Grams
-    ) -> tuple[list[tuple[int, Sample]], overlap.Grams]:
+    def _one_of_each_text(self, numbers: Sequence[int], wanted: int, known: overlap.Grams) -> Held:
         """Records whose texts are not known, with their samples."""
         held: list[tuple[int, Sample]] = []
         for number in numbers:
@@ -160,9 +156,7 @@ class Records:
                     known = self._with(number, known)
         return held, known
 
-    def _text_by_text(
-        self, numbers: Sequence[int], wanted: int, known: overlap.Grams
-    ) -> tuple[list[tuple[int, Sample]], overlap.Grams]:
+    def _text_by_text(self, numbers: Sequence[int], wanted: int, known: overlap.Grams) -> Held:
         """All questions about a text, then those about the next, while a usable record about another is left."""
         held: list[tuple[int, Sample]] = []
         left, alike = [n for n in self._unlike(numbers, known) if any(True for _ in self._asked(n))], list[int]()

@@ -1,14 +1,12 @@
 """Sources of training samples that are made: facts hidden in texts, questions about code, questions that the backbone writes."""
 
-from __future__ import annotations
-
 import random
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Generic, Self, TypeVar
 
 from annotated_types import Ge
 from transformers import PreTrainedTokenizerBase
@@ -45,7 +43,7 @@ class Made(ABC, Generic[M]):
     name: str
     trained: M
 
-    def open(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, write: Write) -> Made[M]:
+    def open(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, write: Write) -> Self:
         """The source with a run's settings. Raises ValueError where what it reads is not there."""
         self.data, self.tokenizer, self.seed, self.write = data, tokenizer, seed, write
         self._named = set[str]()

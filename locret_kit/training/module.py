@@ -21,9 +21,11 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from ..backbones.decoder_attention import Handler, LayerInput, Rope, Softmax, rotated_text
+from ..backbones.decoder_modules import decoder_of
+from ..backbones.handlers import Handler, LayerInput, Softmax
 from ..backbones.probe import describe
-from ..backbones.spec import AttentionLayer, decoder_of
+from ..backbones.rope import Rope, rotated_text
+from ..backbones.spec import AttentionLayer
 from ..cache.attend import attend_text
 from ..cis import SmoothL1, cis_loss, cis_target, ranks, top_recall
 from ..config.train_options import TrainConfig

@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ..backbones.decoder_attention import DecoderAttention, LayerInput, Softmax, rotate
+from ..backbones.decoder_attention import DecoderAttention
+from ..backbones.handlers import LayerInput, Softmax
 from ..backbones.libraries import forward
 from ..backbones.probe import describe
+from ..backbones.rope import rotate
 from ..backbones.spec import BackboneSpec
 from ..cache.attend import attend_rows
 from ..cache.bounded import BoundedCache
@@ -135,8 +137,6 @@ class PoolTraining(FrozenTraining):
         super().on_fit_start()
         for heads in self._heads:
             heads.to(self.device, self.backbone.dtype)
-
-    # ---- reading a text --------------------------------------------------------------------------------------------------
 
     def new_cache(self, merges: bool = True) -> BoundedCache:
         """An empty cache. Without merges, the policy's plain eviction for the same budget."""

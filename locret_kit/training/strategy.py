@@ -46,7 +46,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from ..backbones.spec import decoder_of
+from ..backbones.decoder_modules import decoder_of
 from ..heads import RetainingHeads
 from ..naming import install_line
 

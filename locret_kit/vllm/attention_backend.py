@@ -6,10 +6,8 @@ change of the batch's rows. It tracks the requests of the batch, refuses those t
 logits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -25,9 +23,10 @@ from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheLayout
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from ..naming import check_name
-from .measure import measure, register_rotary, watch_modules
+from .measure import measure, watch_modules
 from .pages import EnginePages
 from .refusals import release
+from .rotary import register_rotary
 from .server_settings import OWN, VllmSettings
 from .worker import NOBODY, RequestInfo, State, begin, is_bounded, worker_here
 
@@ -37,7 +36,7 @@ class BoundedSpec(CircularBufferSpec):
     """One block a request. vLLM finds the manager of its base class, which claims a block when a request comes and no other."""
 
     @classmethod
-    def of(cls, pages: EnginePages) -> BoundedSpec:
+    def of(cls, pages: EnginePages) -> Self:
         """The block that is a page."""
         shape = pages.shape
         return cls(

@@ -115,8 +115,6 @@ class Documents(base.KVConnectorBase_V1, base.SupportsHMA):
                 raise ValueError("it was saved without its text, so nobody can say which prompts begin with it")
         return cache, ids[: cache.get_seq_length()].tolist()
 
-    # ---- the scheduler ---------------------------------------------------------------------------------------------
-
     def _listed(self, path: str) -> LibraryDocument:
         """A document of the folder; what its settings have in common with the server's is checked."""
         (cache, ids), policies = self._read(path), self.server.policies
@@ -166,8 +164,6 @@ class Documents(base.KVConnectorBase_V1, base.SupportsHMA):
     def request_finished_all_groups(self, request: Request, block_ids: object) -> tuple[bool, None]:
         """Nothing is kept of a request."""
         return False, None
-
-    # ---- a worker --------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the pages of every layer, of shape [pages, ...]."""

@@ -2,8 +2,6 @@
 taken. ``scripts/test_vllm.sh --probe`` checks that its scheduler still gives a request one page.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from importlib import import_module

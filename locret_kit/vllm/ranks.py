@@ -1,7 +1,5 @@
 """Retaining heads of a model whose heads are split over several processes, as by tensor parallelism."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Ray Serve LLM's ingress, where a stream whose replica dies ends with an error. Ray's own ends it as if it were whole."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 

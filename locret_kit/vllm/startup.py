@@ -4,8 +4,6 @@ vLLM logs it with its traceback in each process of the engine, 60 to 100 lines, 
 ``VLLM_LOGGING_LEVEL=DEBUG`` leaves it so. Nothing of vLLM is imported.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterator

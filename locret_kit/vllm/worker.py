@@ -69,9 +69,6 @@ class Worker:
         return self.pages.bind(self.server.request(info.own, info.prompt_length, self.pages.heads))
 
 
-# ---- the worker of this process ------------------------------------------------------------------------------------
-
-
 LOG = logging.getLogger("locret_kit")
 SECTION = "locret"
 """Name of the kit's settings in vLLM's ``--additional-config``."""

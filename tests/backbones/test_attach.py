@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.decoder_attention import Handler
+from locret_kit.backbones.handlers import Handler
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.probe import describe
 from locret_kit.backbones.spec import UnsupportedArchitecture

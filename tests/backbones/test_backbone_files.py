@@ -18,8 +18,8 @@ from tokenizers import AddedToken
 
 from locret_kit import BoundedCache, RetainingHeads, load_cache
 from locret_kit.backbones import index
+from locret_kit.backbones.identity import stored_weights
 from locret_kit.backbones.load import load_backbone, load_config, load_tokenizer, other_backbone
-from locret_kit.backbones.weights import stored_weights
 from locret_kit.cli.infer import main as infer
 from locret_kit.cli.plan import main as plan
 from locret_kit.runtime.session import prefill

@@ -24,8 +24,8 @@ from locret_kit.backbones.gguf import gguf_model
 from locret_kit.backbones.gguf.gguf_file import open_gguf
 from locret_kit.backbones.gguf.gguf_model import PackedLinear
 from locret_kit.backbones.gguf.gguf_tokenizer import tokenizer_of
+from locret_kit.backbones.identity import first_difference, identity_of, tokenizer_identity
 from locret_kit.backbones.load import load_backbone, load_config, load_tokenizer, other_backbone
-from locret_kit.backbones.weights import first_difference, identity_of, tokenizer_identity
 from locret_kit.cli.infer import main as infer
 from locret_kit.cli.plan import main as plan
 

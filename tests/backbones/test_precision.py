@@ -5,7 +5,7 @@ import platform
 import pytest
 import torch
 
-from locret_kit.backbones import patches
+from locret_kit.backbones import bfloat16
 from locret_kit.backbones.load import choose_precision, pick_dtype
 
 CPU = torch.device("cpu")
@@ -19,11 +19,11 @@ def test_bfloat16_where_the_processor_has_instructions_for_it(machine, there, mo
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: there)
-    patches.lacks_bfloat16.cache_clear()
-    assert patches.lacks_bfloat16() == (not there)
+    bfloat16.lacks_bfloat16.cache_clear()
+    assert bfloat16.lacks_bfloat16() == (not there)
     said = "bfloat16: cpu computes in it" if there else "float32: this processor widens bfloat16 to it"
     assert str(choose_precision(CPU)) == said
     assert pick_dtype("auto", CPU) == (torch.bfloat16 if there else torch.float32)
     assert pick_dtype("auto", torch.device("cuda")) == torch.bfloat16
     assert pick_dtype("float16", CPU) == torch.float16
-    patches.lacks_bfloat16.cache_clear()
+    bfloat16.lacks_bfloat16.cache_clear()

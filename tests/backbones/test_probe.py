@@ -13,7 +13,7 @@ from locret_kit.backbones import probe
 from locret_kit.backbones.libraries import ASKED_FOR_STATES, CACHE
 from locret_kit.backbones.probe import describe
 from locret_kit.backbones.spec import UnsupportedArchitecture, spec_of, text_config
-from locret_kit.planning.inference_plan import BackboneSizes
+from locret_kit.planning.backbone_sizes import BackboneSizes
 
 
 @pytest.mark.parametrize("family", FAMILIES)

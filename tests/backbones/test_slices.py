@@ -8,16 +8,16 @@ from tiny_models import FAMILIES, tiny_model
 from torch import nn
 
 from locret_kit import attach
-from locret_kit.backbones import patches
+from locret_kit.backbones import mlp_slices
+from locret_kit.backbones.decoder_modules import decoder_of
 from locret_kit.backbones.probe import describe
-from locret_kit.backbones.spec import decoder_of
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch) -> int:
     """Slices of 7 rows, which divide no length below."""
-    monkeypatch.setattr(patches, "SLICE", 7)
-    return patches.SLICE
+    monkeypatch.setattr(mlp_slices, "SLICE", 7)
+    return mlp_slices.SLICE
 
 
 def last_product(model) -> nn.Module:

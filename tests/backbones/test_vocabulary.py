@@ -5,7 +5,7 @@ from tiny_tokenizer import tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from locret_kit.backbones.vocabulary import within_rows
+from locret_kit.backbones.load import within_rows
 
 
 def plain(model, *, pieces=None) -> PreTrainedTokenizerFast:

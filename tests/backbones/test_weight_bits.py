@@ -21,9 +21,9 @@ from tiny_tokenizer import TEXT, save_tiny_backbone
 from transformers import AutoModelForCausalLM
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones import weights
+from locret_kit.backbones import weight_bits
+from locret_kit.backbones.decoder_modules import decoder_of
 from locret_kit.backbones.load import load_backbone
-from locret_kit.backbones.spec import decoder_of
 from locret_kit.cli.eval import main as evaluate
 from locret_kit.cli.infer import main as infer
 from locret_kit.cli.plan import main as plan
@@ -31,7 +31,7 @@ from locret_kit.cli.train import main as train
 from locret_kit.config.eval_options import load_eval_config
 from locret_kit.config.recipes import load_config
 from locret_kit.planning import inference_plan as p
-from locret_kit.planning.inference_plan import BackboneSizes
+from locret_kit.planning.backbone_sizes import BackboneSizes
 from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.session import prefill
 
@@ -55,7 +55,7 @@ def tensors_of(weight):
 
 def quantised(folder: Path, bits: int, dtype: torch.dtype):
     return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, device_map={"": "cpu"}, quantization_config=weights.quantisation(bits, dtype, CPU)
+        folder, dtype=dtype, device_map={"": "cpu"}, quantization_config=weight_bits.quantisation(bits, dtype, CPU)
     )
 
 
@@ -71,9 +71,9 @@ def place(tmp_path_factory) -> Path:
 @given(inputs=st.integers(1, 300), outputs=st.integers(1, 150))
 def test_the_bytes_of_a_matrix(inputs, outputs):
     packed = bnb.nn.Params4bit(torch.rand(outputs, inputs), quant_type="nf4", compress_statistics=True).to("cpu")
-    assert stored(tensors_of(packed)) == weights.stored_bytes(inputs, outputs, 4)
+    assert stored(tensors_of(packed)) == weight_bits.stored_bytes(inputs, outputs, 4)
     coarse = bnb.nn.Int8Params(torch.rand(outputs, inputs), requires_grad=False).to("cpu")
-    assert stored(tensors_of(coarse)) == weights.stored_bytes(inputs, outputs, 8)
+    assert stored(tensors_of(coarse)) == weight_bits.stored_bytes(inputs, outputs, 8)
 
 
 @pytest.mark.parametrize(("family", "bits"), [("llama", 8), ("qwen2", 4), ("phi3", 4), ("gemma3", 8)])
@@ -123,9 +123,9 @@ def test_a_backbone_in_few_bits(place, bits, off):
         want, got = (m(input_ids=ids).logits for m in (plain, model))
     assert 0 < (got - want).norm() < off * want.norm()
     assert not model.training and not any(weight.requires_grad for weight in model.parameters())
-    assert weights.weight_bits_of(model) == bits and weights.weight_bits_of(plain) is None
-    assert weights.precision_of(model) == f"float32, {bits}-bit weights"
-    assert weights.precision_of(plain) == "float32"
+    assert weight_bits.weight_bits_of(model) == bits and weight_bits.weight_bits_of(plain) is None
+    assert weight_bits.precision_of(model) == f"float32, {bits}-bit weights"
+    assert weight_bits.precision_of(plain) == "float32"
     model.model.to("cpu")  # as training does
 
 
@@ -146,7 +146,7 @@ def test_the_command(place, monkeypatch, capfd):
 
 
 def test_without_the_package_the_extra_is_named(place, monkeypatch, capsys):
-    monkeypatch.setattr(weights, "find_spec", lambda name: None)
+    monkeypatch.setattr(weight_bits, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode()), encoding="utf-8"))
     assert infer(["--model", str(place), "--policy", "h2o", "--weight-bits", "4", "--quiet"]) == 1
     said = "weight_bits=4 needs bitsandbytes: in the clone, pip install -e '.[quantised]'"

@@ -18,11 +18,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import pipeline
 
 from locret_kit import BoundedCache, Chat, Document, attach, load_cache, save_cache
+from locret_kit.backbones.identity import identity_of
 from locret_kit.backbones.intercept import attached
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.load import load_backbone
 from locret_kit.backbones.probe import describe
-from locret_kit.backbones.weights import identity_of
 from locret_kit.config.recipes import load_config
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.engine import Engine, Request, run

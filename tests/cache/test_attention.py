@@ -12,7 +12,7 @@ from pretended import card, on_card
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from locret_kit.backbones.decoder_attention import Softmax
+from locret_kit.backbones.handlers import Softmax
 from locret_kit.cache import attend
 from locret_kit.cache import backend as backends
 from locret_kit.cache.attend import attend_rows, lower_right

@@ -15,8 +15,8 @@ from tiny_models import COMMON, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.decoder_attention import rotate
 from locret_kit.backbones.libraries import CACHE
+from locret_kit.backbones.rope import rotate
 from locret_kit.cache.step import read_block
 from locret_kit.cache.storage.codec import Scratch
 from locret_kit.cache.storage.quantised import GroupedBits

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 
 from locret_kit import BoundedCache
-from locret_kit.backbones.decoder_attention import Softmax
+from locret_kit.backbones.handlers import Softmax
 from locret_kit.cache import step as step_module
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret_kit import BoundedCache, RetainingHeads, attach
-from locret_kit.backbones.patches import REFERENCE
+from locret_kit.backbones.fused_layers import REFERENCE
 from locret_kit.backbones.probe import describe
 from locret_kit.backbones.products import projections
 from locret_kit.cache.backend import TritonBackend

@@ -13,7 +13,7 @@ from policy_runs import LENGTH, backbone, make
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.decoder_attention import Softmax
+from locret_kit.backbones.handlers import Softmax
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.spec import UnsupportedArchitecture
 from locret_kit.policies.grammar import parse_policy

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from policy_runs import logits_of
 from tiny_models import tiny_model
 
-from locret_kit.backbones.decoder_attention import rotate, rotate_lean
+from locret_kit.backbones.rope import rotate, rotate_lean
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.cache.rotation import Positions
 

@@ -22,7 +22,8 @@ from tiny_tokenizer import tiny_tokenizer
 from locret_kit import BoundedCache, Document, attach, files
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache import file
-from locret_kit.cache.saved import DTYPES, CacheFile, load_cache, save_cache
+from locret_kit.cache.restore import DTYPES
+from locret_kit.cache.saved import CacheFile, load_cache, save_cache
 from locret_kit.files import write_text
 from locret_kit.policies.grammar import parse_policy
 

@@ -11,7 +11,7 @@ from tiny_models import tiny_model
 
 from locret_kernels.sparse_attend import Blocks
 from locret_kit import attach
-from locret_kit.backbones.decoder_attention import Handler
+from locret_kit.backbones.handlers import Handler
 from locret_kit.backbones.spec import text_config
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cache.stages import pairs_of

@@ -8,7 +8,7 @@ import torch
 from interpreted import common  # noqa: F401  (before anything else imports the kernels)
 from kernel_runs import model, run  # noqa: F401  (a fixture)
 
-from locret_kit.backbones.decoder_attention import Softmax
+from locret_kit.backbones.handlers import Softmax
 from locret_kit.cache import attend, backend
 from locret_kit.cache.attend import attend_heads, attend_rows, varlen_operator
 from locret_kit.cache.backend import BACKENDS

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from locret_kit.cli import command, documents
+from locret_kit.cli import ask, command
 from locret_kit.runtime.session import ThoughtPiece
 
 
@@ -56,13 +56,13 @@ def test_the_time_that_is_left_is_that_of_a_full_cache(monkeypatch):
 def test_a_line_of_json_is_json_in_every_encoding(monkeypatch, encoding):
     """stdout's own escapes are those of Python, such as \\xe9."""
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding, errors="backslashreplace"))
-    print(documents.json_line({"answer": "caf\xe9 \U0001f600"}), flush=True)
+    print(ask.json_line({"answer": "caf\xe9 \U0001f600"}), flush=True)
     assert json.loads(sys.stdout.buffer.getvalue().decode(encoding)) == {"answer": "caf\xe9 \U0001f600"}
 
 
 def test_a_question_has_no_byte_order_mark(tmp_path):
     (tmp_path / "asked").write_bytes(b"\xef\xbb\xbfWho?\r\n")
-    assert documents.words_of(str(tmp_path / "asked")) == "Who?\n"
+    assert ask.words_of(str(tmp_path / "asked")) == "Who?\n"
 
 
 def test_an_answer_does_not_command_a_terminal(monkeypatch):

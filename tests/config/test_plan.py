@@ -14,7 +14,7 @@ from tiny_models import FAMILIES, tiny_model
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.spec import spec_of
 from locret_kit.planning import inference_plan as p
-from locret_kit.planning.inference_plan import BackboneSizes
+from locret_kit.planning.backbone_sizes import BackboneSizes
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import prefill
 

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from locret_kernels.attend import ChunkRotation
 from locret_kernels.sparse_attend import Blocks
-from locret_kit.backbones.decoder_attention import Rope, Softmax
+from locret_kit.backbones.handlers import Softmax
+from locret_kit.backbones.rope import Rope
 from locret_kit.cache import backend as backends
 from locret_kit.cache.backend import BACKENDS, backend_for
 

@@ -16,9 +16,9 @@ from locret_kernels.ragged_decode import Rotation, Spans, ragged_decode
 from locret_kernels.ragged_decode.cpu import ragged_decode as on_cpu
 from locret_kernels.rotate import rotate_rows
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones import patches
-from locret_kit.backbones.decoder_attention import Rope
+from locret_kit.backbones import bfloat16
 from locret_kit.backbones.libraries import CACHE
+from locret_kit.backbones.rope import Rope
 from locret_kit.backbones.undo import Undo
 from locret_kit.cache.backend import CpuBackend
 from locret_kit.cache.storage.codec import Scratch
@@ -215,14 +215,14 @@ def test_a_decode_that_does_not_compile_in_time_is_the_definition(monkeypatch):
 
 def test_products_of_bfloat16_are_rounded_once(monkeypatch):
     """By weights that are widened in several parts; the model is as it was after it."""
-    monkeypatch.setattr(patches, "lacks_bfloat16", lambda: True)
-    monkeypatch.setattr(patches, "AT_ONCE", 1000)
+    monkeypatch.setattr(bfloat16, "lacks_bfloat16", lambda: True)
+    monkeypatch.setattr(bfloat16, "AT_ONCE", 1000)
     model, x = tiny_model("llama", attention_bias=True).bfloat16(), random(1, 64, 48).bfloat16()
     linear = model.model.layers[0].self_attn.q_proj
     linear.bias.normal_(generator=torch.Generator().manual_seed(0))
     own = linear(x)
     undo = Undo()
-    patches.widen(undo, model, lambda x, *others: CpuBackend().operations(x))
+    bfloat16.widen(undo, model, lambda x, *others: CpuBackend().operations(x))
     mine, few = linear(x), linear(x[:, :9])
     undo.run()
     exact = x.double() @ linear.weight.double().T + linear.bias.double()

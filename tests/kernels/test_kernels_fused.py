@@ -11,11 +11,12 @@ from tiny_models import tiny_model
 from torch.nn import functional as F
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones import patches
-from locret_kit.backbones.decoder_attention import LayerOperations
+from locret_kit.backbones import skipped_rotations
+from locret_kit.backbones.fused_layers import fuse_layers
+from locret_kit.backbones.handlers import LayerOperations
 from locret_kit.backbones.intercept import operations
 from locret_kit.backbones.libraries import CACHE
-from locret_kit.backbones.patches import ROTATION, fuse_layers
+from locret_kit.backbones.skipped_rotations import ROTATION
 from locret_kit.backbones.undo import Undo
 from locret_kit.heads import _side_by_side
 
@@ -79,7 +80,7 @@ def test_a_fused_model_is_the_model(family, monkeypatch):
     module = sys.modules[type(model.model.layers[0].self_attn).__module__]
     # Other tests' models may be attached still: what counts is this module's own rotation.
     monkeypatch.setattr(module, ROTATION, unwrap(getattr(module, ROTATION)))
-    monkeypatch.setattr(patches, "_WRAPPED", {})
+    monkeypatch.setattr(skipped_rotations, "_WRAPPED", {})
     before, rotate, names = model(ids).logits, getattr(module, ROTATION), state(model)
     launched = []
     real = common.launch
@@ -91,7 +92,7 @@ def test_a_fused_model_is_the_model(family, monkeypatch):
     undo, other = Undo(), Undo()
     kernels = LayerOperations(KERNELS["rms_norm"], KERNELS["swiglu"], F.linear)
     for mine, one in ((undo, model), (other, tiny_model(family))):
-        patches._skip_identity(mine, module)
+        skipped_rotations._skip_identity(mine, module)
         fuse_layers(mine, one.model, lambda *xs: kernels)
     with torch.inference_mode(), mock.patch.object(common, "launch", launch):
         fused = model(ids).logits

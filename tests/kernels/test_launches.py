@@ -6,7 +6,7 @@ import pytest
 from interpreted import common  # noqa: F401  (before anything else imports the kernels)
 from scripts_loaded import load_script
 
-from locret_kit.planning.inference_plan import BackboneSizes
+from locret_kit.planning.backbone_sizes import BackboneSizes
 
 tool = load_script("scripts/launches.py")
 

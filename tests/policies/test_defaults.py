@@ -9,7 +9,7 @@ from locret_kit.backbones import demo, index
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cli import loading
 from locret_kit.heads import HeadsConfig, RetainingHeads, read_checkpoint, state_of
-from locret_kit.planning import fitting_settings
+from locret_kit.planning import text_budget
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.registry import UNTRAINED
 from locret_kit.settings import BUDGET, RunSettings
@@ -32,8 +32,8 @@ def model():
     ],
 )
 def test_the_budget_follows_the_text(model, monkeypatch, tokens, free, turns, budget, why):
-    monkeypatch.setattr(fitting_settings, "free_memory", lambda device: free)
-    slots, line = fitting_settings.budget_of_text(
+    monkeypatch.setattr(text_budget, "free_memory", lambda device: free)
+    slots, line = text_budget.budget_of_text(
         model, parse_policy("snapkv"), RunSettings().resolved({}, tokens), tokens, turns
     )
     assert slots == budget and why in line and f"{budget} slots for {tokens} tokens" in line
@@ -43,10 +43,10 @@ def test_memory_bounds_it(model, monkeypatch):
     """Half of what is free, in steps of 64 slots; twice the memory has room for more."""
     found = []
     for free in (2 * 10**6, 4 * 10**6):
-        monkeypatch.setattr(fitting_settings, "free_memory", lambda device, free=free: free)
+        monkeypatch.setattr(text_budget, "free_memory", lambda device, free=free: free)
         run = RunSettings(chunk=64, positions="original")
         least = run.resolved({"budget": 64}, 10**6)
-        slots, line = fitting_settings.budget_of_text(model, parse_policy("snapkv"), least, 10**6)
+        slots, line = text_budget.budget_of_text(model, parse_policy("snapkv"), least, 10**6)
         assert slots % 64 == 0 and "half of the free" in line
         found.append(slots)
     assert 64 < found[0] < found[1]
@@ -54,10 +54,10 @@ def test_memory_bounds_it(model, monkeypatch):
 
 def test_the_cache_of_files_is_free_memory(monkeypatch, tmp_path):
     """A container's count has the files that it has read, such as weights, which give way."""
-    monkeypatch.setattr(fitting_settings, "CGROUP", tmp_path)
+    monkeypatch.setattr(text_budget, "CGROUP", tmp_path)
     for name, text in (("max", "3000"), ("current", "2900"), ("stat", "anon 900\ninactive_file 1500\n")):
         (tmp_path / f"memory.{name}").write_text(text)
-    assert fitting_settings.free_memory(torch.device("cpu")) == 3000 - 2900 + 1500
+    assert text_budget.free_memory(torch.device("cpu")) == 3000 - 2900 + 1500
 
 
 def test_nothing_named_is_the_demo(monkeypatch):

@@ -9,9 +9,10 @@ import torch
 from policy_oracle import rotated, softmax
 from tiny_models import tiny_model
 
-from locret_kit.backbones.decoder_attention import Handler, Rope, Softmax, rotate
+from locret_kit.backbones.handlers import Handler, Softmax
 from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.libraries import CACHE
+from locret_kit.backbones.rope import Rope, rotate
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.policies.base import Entry, Slots, rank_of
 from locret_kit.policies.methods.compactor import Compactor, gaussian_sketch

@@ -18,7 +18,8 @@ from tiny_heads import tiny_heads
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, RetainingHeads
-from locret_kit.backbones.decoder_attention import Rope, Softmax
+from locret_kit.backbones.handlers import Softmax
+from locret_kit.backbones.rope import Rope
 from locret_kit.policies.base import Entry
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.methods.random import hashed

@@ -7,13 +7,8 @@ import torch
 
 from locret_kit.cli.plan import resolve, shipped_configs
 from locret_kit.config.recipes import choose_for_device
-from locret_kit.planning import fitting_settings
-from locret_kit.planning.fitting_settings import (
-    SHARE,
-    WIDTHS,
-    choose_width,
-)
-from locret_kit.planning.inference_plan import BackboneSizes, head_parameters
+from locret_kit.planning import text_budget
+from locret_kit.planning.backbone_sizes import SHARE, WIDTHS, BackboneSizes, choose_width, head_parameters
 
 GIB = 2**30
 
@@ -31,10 +26,10 @@ def test_the_width_is_the_largest_within_its_share(name):
 
 
 def test_a_container_s_bound_is_its_memory(monkeypatch, tmp_path):
-    monkeypatch.setattr(fitting_settings, "CGROUP", tmp_path)
+    monkeypatch.setattr(text_budget, "CGROUP", tmp_path)
     for words, memory in (("max\n", 2**60), (f"{GIB // 4}\n", GIB // 4), (f"{2**60}\n", 2**60)):
         (tmp_path / "memory.max").write_text(words)
-        assert 0 < (fitting_settings.free_memory(torch.device("cpu")) or 1) <= memory
+        assert 0 < (text_budget.free_memory(torch.device("cpu")) or 1) <= memory
 
 
 def test_it_says_what_it_chose(monkeypatch, capsys, tmp_path):

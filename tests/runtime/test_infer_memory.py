@@ -9,8 +9,7 @@ import torch
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache
-from locret_kit.planning.fitting_settings import OutOfMemory, explain_oom
-from locret_kit.runtime.session import Answer
+from locret_kit.runtime.session import Answer, OutOfMemory, explain_oom
 
 SAID = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.56 GiB of which 1.25 GiB is free.\nMore."
 

@@ -22,7 +22,7 @@ from locret_kit import BoundedCache, attach
 from locret_kit.backbones import intercept
 from locret_kit.backbones.intercept import active_handler, attached, is_attached
 from locret_kit.backbones.libraries import CACHE
-from locret_kit.backbones.patches import ROTATION
+from locret_kit.backbones.skipped_rotations import ROTATION
 from locret_kit.runtime import session
 from locret_kit.runtime.session import prefill
 

@@ -9,9 +9,10 @@ from pretended import CUDA, SECOND, card, moved
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
+from locret_kit.backbones.decoder_modules import decoder_of, device_of
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.probe import describe
-from locret_kit.backbones.spec import decoder_of, device_of, spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.runtime.session import prefill
 
 LENGTH, STEPS = 61, 3

@@ -19,7 +19,8 @@ from served import LIMITS, SETTINGS, ask, new_engine, random_ids, running_engine
 from locret_kit import BoundedCache, Document
 from locret_kit.backbones.spec import spec_of
 from locret_kit.naming import show
-from locret_kit.planning.inference_plan import Caches, Setting
+from locret_kit.planning.inference_plan import Setting
+from locret_kit.planning.server_caches import Caches
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime import engine as loop
 from locret_kit.runtime.session import Answer, Sampling

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from locret_kit.planning.inference_plan import BackboneSizes
+from locret_kit.planning.backbone_sizes import BackboneSizes
 
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"
 

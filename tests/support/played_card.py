@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 
 from locret_kernels import common  # noqa: E402
 from locret_kernels.fused import rms_norm, swiglu  # noqa: E402
-from locret_kit.backbones.decoder_attention import LayerOperations  # noqa: E402
+from locret_kit.backbones.handlers import LayerOperations  # noqa: E402
 from locret_kit.cache import attend, backend, context  # noqa: E402
 from locret_kit.runtime import drivers  # noqa: E402
 from locret_kit.runtime.drivers import assign, capture  # noqa: E402

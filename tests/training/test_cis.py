@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tiny_models import FAMILIES, tiny_model
 
 from locret_kit import HeadsConfig, RetainingHeads, attach
-from locret_kit.backbones.decoder_attention import Handler, rotate
+from locret_kit.backbones.handlers import Handler
 from locret_kit.backbones.probe import describe
+from locret_kit.backbones.rope import rotate
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cis import FLOOR, SmoothL1, cis_loss, cis_target, top_recall
 from locret_kit.training.module import Observed, Observer

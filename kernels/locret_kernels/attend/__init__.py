@@ -1,7 +1,5 @@
 """Attention of new tokens over the rows of a cache and themselves, with what its weights add up to. The definition, in torch."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

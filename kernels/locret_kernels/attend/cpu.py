@@ -5,8 +5,6 @@ Each weight is computed once, for the output and for the statistics. Rows are ro
 of bfloat16 are read as they are; weights and sums are of float32.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -8,8 +8,6 @@ Source: NaCl, appendix A.7 (two passes); RoCo, appendix A (mean over the query h
 ``log_prob=False``; the log-probability is this project's).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -119,10 +119,8 @@ def logits(q_BQTD: Tensor, k_BHSD: Tensor, scaling: float) -> Iterator[tuple[sli
         yield part, torch.bmm(rows, k_BHSD.flatten(0, 1).mT, **exact).mul_(scaling).view(B, H, Q // H, -1, S)
 
 
-# ---- CIS target ----
-
-# A program owns a block of slots and walks over all answer queries. With ``log_prob`` products of PyTorch give the log-sum-exp of
-# some queries at a time before.
+# CIS target: a program owns a block of slots and walks over all answer queries. With ``log_prob`` products of PyTorch give the
+# log-sum-exp of some queries at a time before.
 
 
 @triton.jit

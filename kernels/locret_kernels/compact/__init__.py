@@ -1,7 +1,5 @@
 """Compaction of buffers: rows that stay move to the front, in place. The definition, in torch."""
 
-from __future__ import annotations
-
 from collections.abc import MutableMapping, Sequence
 
 import torch

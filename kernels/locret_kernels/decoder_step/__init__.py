@@ -5,8 +5,6 @@ A decoded token reads every weight once and computes little, so its time is that
 come between. Here a few threads stay in one function from the words to the logits, and read weights once for all texts.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -24,9 +22,6 @@ from ..product import FORMATS
 from ..product import cpu as product
 
 __all__ = ["row_products"]
-
-
-# ---- matrix products of a token, with the norm, gate or residual next to them ----
 
 
 class RowProducts(NamedTuple):
@@ -119,9 +114,6 @@ def format_at(form: str) -> np.ndarray:
     size, library = FORMATS[form], product.load(form)
     rows, unpack = (ctypes.cast(call, ctypes.c_void_p).value for call in (library.locret_rows, library.locret_unpack))
     return FORMAT.of(block=size.block, nbytes=size.nbytes, rows=rows, unpack=unpack)
-
-
-# ---- copies of float32 weights in bfloat16, one after another in large pages ----
 
 
 ADVICE = 14

@@ -1,7 +1,5 @@
 """Entry of new tokens into the rows of a cache: key, value, position, score and zero statistics. The definition, in torch."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -2,8 +2,6 @@
 The definition, in torch, rounded where transformers rounds.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

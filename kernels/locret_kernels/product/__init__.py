@@ -4,8 +4,6 @@ then multiplied.
 Letters: T tokens, N rows of the matrix, K its columns, B blocks of a row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,10 +13,8 @@ from torch.nn import functional as F
 
 __all__ = ["product"]
 
-# ---- formats: ggml's quantised blocks, as a GGUF file holds them ----------------------------------------------------
-
-# A row of numbers is a row of blocks. A block holds an integer code of each of its numbers, and steps and lowest numbers of
-# groups of them. Source: ``ggml-common.h`` and ``ggml-quants.c`` of ggml.
+# Formats are those of a GGUF file: a row of numbers is a row of blocks. A block holds an integer code of each of its numbers, and
+# steps and lowest numbers of groups of them. Source: ``ggml-common.h`` and ``ggml-quants.c`` of ggml.
 
 
 @dataclass(frozen=True)
@@ -58,9 +54,6 @@ FORMATS = {
     "Q6_K": Format(256, 210),
 }
 """Name, as ``GGMLQuantizationType`` has it -> sizes."""
-
-
-# ---- products -------------------------------------------------------------------------------------------------------
 
 
 def product(x: Tensor, data: Tensor, form: str, bias: Tensor | None = None) -> Tensor:

@@ -4,8 +4,6 @@ Activations have a step per 32 numbers, their largest over 127. llama.cpp does t
 per 256 numbers.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

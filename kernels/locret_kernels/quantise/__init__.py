@@ -9,8 +9,6 @@ ours.
 (``locret_kit/cache/storage``).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -36,9 +34,6 @@ def load() -> cpp.Library:
 def runs() -> bool:
     """Whether ``load`` gives the calls here, see ``cpp.runs``."""
     return cpp.runs(SOURCE, *OPTIONS)
-
-
-# ---- the numbers, with tensors ----
 
 
 HALF_MAX = torch.finfo(torch.float16).max

@@ -1,7 +1,5 @@
 """Attention of one new token over heads that hold different numbers of rows, in full or in few bits: the definition, in torch."""
 
-from __future__ import annotations
-
 from functools import cache, reduce
 from typing import NamedTuple
 
@@ -27,9 +25,6 @@ def hadamard(size: int, device: torch.device) -> Tensor:
         pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=one.dtype, device="cpu")
         block = reduce(torch.kron, [pair] * (side.bit_length() - 1), one)
         return torch.kron(torch.eye(size // side, dtype=block.dtype, device="cpu"), block / side**0.5).to(device)
-
-
-# ---- decoding attention over flat rows, in full or in few bits ----
 
 
 class Spans(NamedTuple):

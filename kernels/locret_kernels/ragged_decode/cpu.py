@@ -1,8 +1,6 @@
 """Decoding attention over flat rows in one call (``cpu.cpp``): as the definition but for rounding. Rows in few bits are the
 reference's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

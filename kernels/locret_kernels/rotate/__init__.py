@@ -2,8 +2,6 @@
 rotates.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The best rows of each head by score, protected rows first, as marks or as an index: the definition, by a stable sort."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,8 +1,6 @@
 """Attention of blocks of new tokens, each over chosen rows of a cache alone: the definition, in torch. Other rows
 are never computed."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

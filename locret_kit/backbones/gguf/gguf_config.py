@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, __version__
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
@@ -139,7 +138,7 @@ def _by_transformers(file: GgufFile, name: str) -> PreTrainedConfig:
     if file.architecture not in GGUF_CONFIG_ARCHS:
         raise ValueError(
             f"architecture={file.architecture!r:.60} of a GGUF file is not mapped; there are: {', '.join(ARCHITECTURES)}; by "
-            f"transformers {transformers.__version__}: {', '.join(GGUF_CONFIG_ARCHS)}. Give the model's own folder or Hub id"
+            f"transformers {__version__}: {', '.join(GGUF_CONFIG_ARCHS)}. Give the model's own folder or Hub id"
         )
     if len({tensor.path for tensor in file.tensors.values()}) > 1:
         raise ValueError(f"architecture={file.architecture!r} in parts: join them first (llama-gguf-split --merge)")
@@ -178,9 +177,6 @@ def _common(fields: ModelFields) -> ConfigFields:
         pad_token_id=ids("padding"),
         head_dim=fields.head_dim,
     )
-
-
-# ---- rotation ----------------------------------------------------------------------------------------------------------
 
 
 def _rope(fields: ModelFields, *, partial: bool = False) -> ConfigFields:
@@ -252,9 +248,6 @@ def _check_factors(name: str, factors: Tensor, rotated: int) -> None:
     """Raise ValueError unless the factors, of shape ``[rotated / 2]``, are finite and above 0, one per frequency."""
     if factors.shape != (rotated // 2,) or not bool((factors > 0).all() and factors.isfinite().all()):
         raise ValueError(f"{name} {tuple(factors.shape)} must be {rotated // 2} finite numbers above 0")
-
-
-# ---- architectures -----------------------------------------------------------------------------------------------------
 
 
 def _biases(fields: ModelFields) -> ConfigFields:

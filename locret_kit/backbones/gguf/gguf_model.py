@@ -27,8 +27,6 @@ from .gguf_file import FLOATS, GgufFile
 
 logger = logging.getLogger(__name__)
 
-# ---- layers whose matrices stay in few bits, as they lie in a GGUF file ---------------------------------------------
-
 # Letters: N rows of the matrix, K its columns.
 
 
@@ -96,9 +94,6 @@ class PackedEmbedding(nn.Module):
         """Unpacked rows ``[..., K]`` of token ids of any shape."""
         rows = unpack(self.weight[ids.flatten()], self.form).to(self.dtype).view(*ids.shape, -1)
         return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=self.dtype, device=rows.device)
-
-
-# ---- a model whose weights are a GGUF file's ----
 
 
 _LLAMA = {

@@ -4,8 +4,6 @@ Block ``n`` holds the tokens at positions ``n * size`` to ``n * size + size - 1`
 evicted; the others are among the layer's rows still. Every head fills its blocks by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -30,7 +28,7 @@ class Recalled(NamedTuple):
     valid: Tensor
     """``[1, H, R]`` bool: False where a row holds no slot."""
 
-    def of(self, heads: slice) -> Recalled:
+    def of(self, heads: slice) -> "Recalled":
         """The slots of some heads."""
         return Recalled(*(x[:, heads] for x in self))
 
@@ -59,8 +57,6 @@ class BlockStore:
         """Blocks up to the newest that holds a slot."""
         self.last: tuple[Tensor, Recalled] | None = None
         """Numbers of the blocks that came back last, and their slots."""
-
-    # ---- storing ---------------------------------------------------------------------------------------------------
 
     def put(self, slots: Sequence[Tensor], gone_1HS: Tensor, views: Sequence[Tensor]) -> None:
         """Store evicted slots.
@@ -135,8 +131,6 @@ class BlockStore:
             setattr(self, name, buffer)
         self.room = room
 
-    # ---- bringing back -----------------------------------------------------------------------------------------------
-
     def load(self, chosen_1HK: Tensor, k_1HSD: Tensor, v_1HSD: Tensor) -> tuple[Recalled, int]:
         """The slots of chosen blocks on the device, ``[1, H, K * size, D]``, and the number of blocks copied there
         for it.
@@ -163,8 +157,6 @@ class BlockStore:
         recalled = Recalled(keys, values, positions, valid)
         self.last = chosen_1HK, recalled
         return recalled, H * K
-
-    # ---- copies, files ------------------------------------------------------------------------------------------------
 
     def export(self) -> dict[str, Tensor]:
         """Stored blocks and their index: tensors ``[1, H, ...]``, as in a file, without the free room. Empty where

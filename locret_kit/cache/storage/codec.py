@@ -1,7 +1,5 @@
 """Codecs: how keys and values of a layer's rows are stored. ``Plain`` stores them as they come; see ``quantised``."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import ClassVar
@@ -26,9 +24,6 @@ def check_storage(kv_bits: int | str | None, policy: Policy) -> None:
     if kv_bits is not None:
         _ = CODECS[str(kv_bits)]
     refuse("few bits", Subject(policy, kv_bits=kv_bits))
-
-
-# ---- codecs ----
 
 
 Column = tuple[torch.dtype, tuple[int, ...]]
@@ -67,8 +62,6 @@ class Codec(ABC):
         """Whether rows are read into a scratch, so that those that are stored are not the latest."""
         return False
 
-    # ---- rows ------------------------------------------------------------------------------------------------------
-
     @abstractmethod
     def write(self, at: Index, k_HTD: Tensor, v_HTD: Tensor) -> None:
         """Write the new rows ``at``, which are not yet counted."""
@@ -97,8 +90,6 @@ class Codec(ABC):
     def clear(self) -> None:
         """Forget all rows."""
 
-    # ---- taken out and put back ------------------------------------------------------------------------------------
-
     def room(self, tensors: Mapping[str, Tensor]) -> int:
         """Rows per head that exported tensors of any shape need room for. Needs ``measure``."""
         return 0
@@ -117,6 +108,33 @@ class Codec(ABC):
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise ValueError for exported numbers, of any shape, that would be read out of bounds. Needs the counts."""
+
+
+class Scratch:
+    """Keys and values ``[H, rows, D]`` in the model's dtype of the one layer that is read now; all layers share it."""
+
+    def __init__(self) -> None:
+        self.owner: Codec | None = None
+        self.complete = True
+        """Whether it holds all values, and not the tail's alone."""
+        self.keys = self.values = torch.empty(0, 0, 0, dtype=torch.float32, device="cpu")
+
+    def acquire(self, codec: Codec) -> None:
+        """Give the buffers to a layer, made anew where they do not fit it."""
+        rows = codec.layout
+        for name, size in (("keys", codec.key_size), ("values", codec.value_size)):
+            old, like = getattr(self, name), (rows.H, size, codec.dtype, rows.device)
+            # Rows to spare do no harm: layers of several capacities share the largest buffer.
+            if old.shape[1] < rows.capacity or (len(old), old.shape[2], old.dtype, old.device) != like:
+                with torch.inference_mode(False):
+                    new = torch.empty(rows.H, rows.capacity, size, dtype=codec.dtype, device=rows.device)
+                setattr(self, name, new)
+        self.owner = codec
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both buffers."""
+        return int(self.keys.nbytes + self.values.nbytes)
 
 
 CODECS: Registry[Callable[[int | str, Scratch, bool, bool], Codec]] = Registry("kv_bits")
@@ -145,35 +163,3 @@ class Plain(Codec):
         """All keys and all values ``[N, D]``, end to end."""
         # [H, capacity, D], or [N, D] of ragged heads: end to end either way.
         return self.keys.flatten(0, -2), self.values.flatten(0, -2)
-
-
-# ---- buffers into which rows in few bits are read -------------------------------------------------------------------
-
-# One pair for all layers of a cache.
-
-
-class Scratch:
-    """Keys and values ``[H, rows, D]`` in the model's dtype of the one layer that is read now; all layers share it."""
-
-    def __init__(self) -> None:
-        self.owner: Codec | None = None
-        self.complete = True
-        """Whether it holds all values, and not the tail's alone."""
-        self.keys = self.values = torch.empty(0, 0, 0, dtype=torch.float32, device="cpu")
-
-    def acquire(self, codec: Codec) -> None:
-        """Give the buffers to a layer, made anew where they do not fit it."""
-        rows = codec.layout
-        for name, size in (("keys", codec.key_size), ("values", codec.value_size)):
-            old, like = getattr(self, name), (rows.H, size, codec.dtype, rows.device)
-            # Rows to spare do no harm: layers of several capacities share the largest buffer.
-            if old.shape[1] < rows.capacity or (len(old), old.shape[2], old.dtype, old.device) != like:
-                with torch.inference_mode(False):
-                    new = torch.empty(rows.H, rows.capacity, size, dtype=codec.dtype, device=rows.device)
-                setattr(self, name, new)
-        self.owner = codec
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both buffers."""
-        return int(self.keys.nbytes + self.values.nbytes)

@@ -1,7 +1,5 @@
 """Rows of a layer as tensors in logical order: taken out, for a file or a copy, and put back into a layer of the same kind."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -8,8 +8,6 @@ The pairs are why 4 bits lose nothing that shows: without them smollm2-135m-locr
 in full precision; with them the difference is -0.7 +- 1.7 points (LOG.md of that checkpoint).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ The rows are those of one text: buffers have no batch axis. An index for attenti
 A letter besides the legend's: N, rows of all heads, end to end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
@@ -70,8 +68,6 @@ class Layout:
         """Dtype and shape of the tensors that tell where rows are."""
         return {}
 
-    # ---- which rows ------------------------------------------------------------------------------------------------
-
     def following(self, T: int) -> Index:
         """Index ``[H, T]`` of the free rows after the newest."""
         return ALL, slice(self.rows, self.rows + T)
@@ -103,8 +99,6 @@ class Layout:
     def put_back(self, buffer: Tensor, slots_1HS: Tensor) -> None:
         """Write slots ``[1, H, S]`` of a buffer back to its rows, where reading has copied them."""
 
-    # ---- how many --------------------------------------------------------------------------------------------------
-
     @property
     def longest(self) -> int:
         """Rows of the longest head."""
@@ -131,8 +125,6 @@ class Layout:
         """A copy of the rows' positions ``[1, H, S]``, or a list ``[0][h]`` of positions where heads differ."""
         return positions[self.slots()[0]].clone()
 
-    # ---- moving ----------------------------------------------------------------------------------------------------
-
     def keep(self, chosen: Tensor, mean: int, buffers: Sequence[Sequence[Tensor]], backend: str) -> None:
         """Move the rows that stay to the front, ``mean`` of a head; the rest is free.
 
@@ -143,8 +135,6 @@ class Layout:
         # In place: row i moves to a row that is not above it, so order by age is kept.
         index_LHK = kept_rows(chosen, mean) if chosen.dtype == torch.bool else chosen
         function("compact_rows", backend)(buffers, index_LHK, self.addresses)
-
-    # ---- taken out and put back ------------------------------------------------------------------------------------
 
     def export(self) -> dict[str, Tensor]:
         """Tensors that tell where rows are, such as lengths ``[H]``."""
@@ -164,9 +154,6 @@ class EqualRows(Layout):
     def last(self, T: int, newer: int = 0) -> Index:
         """Index ``[H, T - newer]`` of the newest ``T`` rows of every head, without the newest ``newer``."""
         return ALL, slice(self.rows - T, self.rows - newer)
-
-
-# ---- the layout whose heads have different numbers of rows ----------------------------------------------------------
 
 
 def each_row(first_H: Tensor, count_H: Tensor, total: int) -> tuple[Tensor, Tensor]:

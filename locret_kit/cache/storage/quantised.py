@@ -24,8 +24,6 @@ several pieces, or the policy reads logits and so evicts after the forward, rows
 pieces change the result by rounding.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Mapping
 

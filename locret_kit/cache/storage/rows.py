@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 from locret_kernels.backend import DEFINITIONS, function
 from locret_kernels.enter import HeadProduct, Levels, RowBuffers, Score
 
-from ...backbones.decoder_attention import Softmax
+from ...backbones.handlers import Softmax
 from ..attend import VarlenRows
 from .blocks import BlockStore
 from .codec import Codec, Column, Plain

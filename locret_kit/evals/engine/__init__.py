@@ -183,9 +183,6 @@ def variants(policies: list[str], budgets: Sequence[int | float], heads: list[st
     return list(dict.fromkeys(columns))
 
 
-# ---- rows -------------------------------------------------------------------------------------------------------------
-
-
 KEY = ("task", "haystack", "length", "budget", "policy", "heads", "sample")
 """Fields that tell examples apart; no two rows of a run have the same."""
 _RUN = tuple(item.name for item in fields(RunSettings) if item.name != "backend")

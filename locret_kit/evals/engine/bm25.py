@@ -8,8 +8,6 @@ Sources: Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and
 = 1.5, b = 0.75 and English stop words, from the package bm25s.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 

@@ -54,8 +54,6 @@ class LocretLM(TemplateLM):
             self.accelerator = Accelerator(cpu=self.device.type == "cpu", kwargs_handlers=[weeks])
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
 
-    # ---- what the harness asks ---------------------------------------------------------------------------------------
-
     @property
     def eot_token_id(self) -> int:
         return self.tokenizer.eos_token_id
@@ -137,8 +135,6 @@ class LocretLM(TemplateLM):
     def _shown(self, items: Iterable[T], what: str, hidden: bool) -> Iterable[T]:
         """The items, with a progress bar in the first process."""
         return tqdm(items, desc=f"Running {what}", disable=hidden or self.rank != 0)
-
-    # ---- over the cache ----------------------------------------------------------------------------------------------
 
     def _generate(self, context: str, given: dict[str, object], number: int) -> str:
         """The answer up to the first stop mark. ``number`` of the request: of the same prompt several are drawn."""

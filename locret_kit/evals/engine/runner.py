@@ -5,8 +5,6 @@ the number of processes or interruptions. A row is written before the next examp
 row with its error.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import suppress

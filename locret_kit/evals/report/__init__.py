@@ -4,8 +4,6 @@ that shades a text by its kept tokens. The pages need no network or server.
 Templates escape all text and figures are images, so a run's content cannot become markup or a script.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from base64 import b64encode
@@ -153,9 +151,6 @@ def write_summary(out: Path) -> str:
         write_text(out / "summary.csv", to_csv(summarize(rows)))
         write_text(out / "summary.md", text)
     return text
-
-
-# ---- pages ------------------------------------------------------------------------------------------------------------
 
 
 def environment() -> Environment:

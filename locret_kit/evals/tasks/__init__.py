@@ -5,8 +5,6 @@ Sources: RoCo (section 5.1: summaries, context reconstruction, language modellin
 reference, but of a reconstruction it is the text itself); prompts as in EasyKV where it has them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re
@@ -21,9 +19,6 @@ from ...text.untrusted import encode
 from .document_tasks import BENCHMARKS, averages, document_task, entries, is_file_of_records, read_table, records_task
 from .synthetic_tasks import NIAHS, STANDALONE_TASKS, niah_task, variable_tracking_task
 from .task import Example, Task, count_ids, needle_task, questions_task, spread_depth, wrap
-
-# ---- plain text, with no labels ---------------------------------------------------------------------------------------
-
 
 CONTINUATION = 128
 """Tokens whose likelihood 'perplexity' measures after the prompt."""
@@ -154,9 +149,6 @@ def _piece(request: Example, haystack: str, text: str, n_tokens: int) -> str:
         raise ValueError(f"length={request.length} is too short for this task")
     rng = random.Random(f"text:{haystack}:{request.sample}:{request.seed}")
     return cut(text, request.tokenizer, n_tokens, rng)
-
-
-# ---- every task by name -----------------------------------------------------------------------------------------------
 
 
 ALIASES = {"passkey": "R.PassKey", "number": "R.Number", "kv": "R.KV", "math_find": "Math.Find"}

@@ -12,8 +12,6 @@ The files come from local folders (``data=``) or from the Hub. An entry has thes
 - ``leave_out``: field values of records to skip.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -127,9 +125,6 @@ def task_of(entry: TaskEntry, records: Iterable[Numbered], samples: int, shots: 
     )  # fmt: skip
 
 
-# ---- records -------------------------------------------------------------------------------------------------------
-
-
 def _records(entry: TaskEntry, data: Sequence[str], split: str | None = None) -> Iterator[Record]:
     """Records of a split, by default the task's own, from the first folder that has them, else from the Hub."""
     for folder in data:
@@ -200,9 +195,6 @@ def _examples(entry: TaskEntry, records: Iterator[Record]) -> Iterator[Numbered]
         for number, (record, count) in enumerate(zip(everything, counts, strict=True)):
             if n < count:
                 yield number, {**record, **{one: record[many][n] for one, many in entry.each.items()}}
-
-
-# ---- prompts -------------------------------------------------------------------------------------------------------
 
 
 def _rendered(entry: TaskEntry, record: Record, shots: str) -> tuple[str, Record, Answer, Record]:

@@ -7,8 +7,6 @@ single needle has a given depth. The example in front of variable tracking has f
 github.com/OpenBMB/InfiniteBench, data/construct_synthetic_dataset.py and src/prompt.py (those for open models).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

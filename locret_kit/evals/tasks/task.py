@@ -154,9 +154,6 @@ def asked_depth(task: str, sample: int) -> float:
     return sample % GRID_DEPTHS / (GRID_DEPTHS - 1) if task == "grid" else spread_depth(sample)
 
 
-# ---- digits hidden in a haystack --------------------------------------------------------------------------------------
-
-
 def needle_task(name: str, words: str, haystack: str, text: str | None) -> Task:
     """Digits hidden in the haystack.
 

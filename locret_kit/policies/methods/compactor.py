@@ -8,7 +8,7 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...backbones.decoder_attention import Rope, rotated_text
+from ...backbones.rope import Rope, rotated_text
 from ..base import Count, Entry, Positive, Score, Slots, wide
 from ..registry import part, register
 

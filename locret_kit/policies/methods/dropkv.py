@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ...backbones.decoder_attention import Softmax
+from ...backbones.handlers import Softmax
 from ..attention import attention_of_each, of_recent_queries
 from ..base import Positive, Slots, Weight, wide
 from ..registry import Window, part, register

@@ -7,7 +7,7 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from ...backbones.decoder_attention import rotate
+from ...backbones.rope import rotate
 from ..base import Count, Entry, Positive, Score, Slots, wide
 from ..registry import part, register
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ...backbones.decoder_attention import rotate
+from ...backbones.rope import rotate
 from ..base import Entry, Score, wide
 from ..registry import part, register
 

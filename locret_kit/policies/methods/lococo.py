@@ -16,13 +16,11 @@ Source: LoCoCo, arXiv 2406.05317, and its released code, with these heads, the k
 gate that starts at a half. Here the gate is a sigmoid, so that weights stay convex, and keys are taken before RoPE.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +59,7 @@ class PoolConfig(Part):
     """Settings it was trained with: budget, chunk, stabilizers, local_len, positions."""
 
     @classmethod
-    def for_backbone(cls, spec: BackboneSpec, backbone: str, slots: int, **rest: object) -> PoolConfig:
+    def for_backbone(cls, spec: BackboneSpec, backbone: str, slots: int, **rest: object) -> Self:
         """The configuration of a pool of ``slots`` slots for a backbone."""
         dimensions = {name: getattr(spec, name) for name in DIMENSIONS}
         return build(cls, dict(backbone=backbone, slots=slots, **dimensions, **rest))

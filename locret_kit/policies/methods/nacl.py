@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...backbones.decoder_attention import rotated_text
+from ...backbones.rope import rotated_text
 from .. import base
 from ..attention import recent_attention
 from ..registry import Sinks, part, register

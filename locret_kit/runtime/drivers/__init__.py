@@ -1,7 +1,5 @@
 """Drivers, which compute the next token of a text: one is chosen once for a cache, by its settings and the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Assignment of drivers to the sequences of an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Several
 

@@ -1,7 +1,5 @@
 """CUDA graphs of steps. What makes the host wait cannot be captured."""
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter

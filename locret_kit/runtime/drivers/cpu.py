@@ -4,8 +4,6 @@ Attention, rows and matrix products are that call's; evictions, and scores that 
 two calls. So any text may be decoded the plain way at any token, and be here again at the next.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -91,8 +89,6 @@ class CpuDriver:
         self._rows: WeakKeyDictionary[BoundedCache, RowPointers] = WeakKeyDictionary()
         self._tables = PositionTables(self.dtype, self.sums)
 
-    # ---- what it decodes -------------------------------------------------------------------------------------------
-
     def refusal(self, cache: BoundedCache) -> str | None:
         """Reason why a cache is decoded by the plain forward; None where it is not, as far as settings tell."""
         ctx = cache.context
@@ -121,8 +117,6 @@ class CpuDriver:
     def weight_bytes(self, heads: RetainingHeads | None = None) -> int:
         """Bytes of matrices that are read for a token, with those of retaining heads."""
         return self._copies.read + self._held(heads).copies.read * (heads is not None)
-
-    # ---- a token ---------------------------------------------------------------------------------------------------
 
     def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
         """Logits ``[N, V]`` (float32) after one more token of each of ``N`` texts. Raises IndexError for a token
@@ -158,8 +152,6 @@ class CpuDriver:
             rows = self._rows[cache] = RowPointers.of(cache, self.shape[1], self._tables)
         rows.place(cache)
         return rows
-
-    # ---- weights, and retaining heads that the call asks -----------------------------------------------------------
 
     def _held(self, heads: RetainingHeads | None) -> WeightTable:
         """Every layer's addresses, with those of the retaining heads that the call asks."""

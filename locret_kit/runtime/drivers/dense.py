@@ -6,8 +6,6 @@ forward's handler. A timed trial on the card compares fused with separate launch
 separate launches win everywhere, and where a module was exchanged or has hooks.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -23,7 +21,7 @@ from locret_kernels.backend import function
 from locret_kernels.decoder_step import RowProducts, composed
 from locret_kernels.enter import HeadProduct
 
-from ...backbones.decoder_attention import Handler, Softmax
+from ...backbones.handlers import Handler, Softmax
 from ...backbones.products import Product
 from ...backbones.weights import Dense, DenseLayer, Norm, NotDense, check_dense, dense
 from ...cache.context import Context

@@ -5,8 +5,6 @@ number on the device. So is the number of rows before a single token: rows are w
 length. Once the cache is full, every chunk sees the same number of rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...backbones.libraries import forward
-from ...backbones.weights import weight_bits_of
+from ...backbones.weight_bits import weight_bits_of
 from ...cache.bounded import BoundedCache
 from ...cache.step import StaticStep
 from ...policies.capabilities import reason

@@ -13,7 +13,7 @@ from locret_kernels import cpp
 from locret_kernels.decoder_step import PACKED, ROWS
 from locret_kernels.ragged_decode import ByteRows, PackedRows
 
-from ...backbones.decoder_attention import Rope
+from ...backbones.rope import Rope
 from ...cache.bounded import BoundedCache
 from ...cache.context import Context
 from ...cache.step import evict_if_due, make_room

@@ -4,8 +4,6 @@ Rows are pages of one pool. The place of each text comes from a buffer of the de
 graph serves every set of texts of the same number.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple

@@ -21,11 +21,13 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import locret_kit
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach, load_cache, save_cache
+from locret_kit.backbones.decoder_modules import decoder_of
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.probe import describe
-from locret_kit.backbones.spec import BackboneSpec, decoder_of, text_config
+from locret_kit.backbones.spec import BackboneSpec, text_config
 from locret_kit.naming import first_line
-from locret_kit.planning.inference_plan import BackboneSizes, Setting, cache_bytes
+from locret_kit.planning.backbone_sizes import BackboneSizes
+from locret_kit.planning.inference_plan import Setting, cache_bytes
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.drivers import Decoding
 from locret_kit.runtime.engine import Engine, Request
