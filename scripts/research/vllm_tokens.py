@@ -1,4 +1,4 @@
-"""Last used 2026-11-29, for docs/results/serving.md.
+"""Last used 2026-11-29, for docs/howto/vllm.md.
 
 Greedy tokens of vLLM with a bounded cache beside those of the kit's own runtime, on a folder of weights with its heads.
 
