@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
+from vllm import SamplingParams
 
 POLICIES = ("lookahead-locret", "locret", "knorm", "keydiff", "streaming", "random", "lagkv", "h2o", "tova", "snapkv")
 SETTINGS = dict(budget=64, chunk=32, stabilizers=8, local_len=16)
@@ -47,6 +48,18 @@ def test_every_family(name, tmp_path):
             assert tiny.generate(llm, ids, TOKENS) == wanted
 
 
+TIE = 0.1
+"""Nats between two tokens that bfloat16 may exchange: six steps of logits of 2 to 4. Two to three were seen."""
+
+
+def margin(llm, ids, one, other):
+    """Nats between the probabilities of two tokens after a prompt."""
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=20, detokenize=False)
+    (answer,) = llm.generate([{"prompt_token_ids": list(ids)}], params, use_tqdm=False)
+    (logprobs,) = answer.outputs[0].logprobs
+    return abs(logprobs[one].logprob - logprobs[other].logprob)
+
+
 @pytest.mark.parametrize("name", tiny.HYBRIDS)
 def test_states_of_layers_live_beside_the_pages(name, tmp_path):
     """Tokens are those of transformers where the budget holds the whole text, and of vLLM's own cache for a model that it runs
@@ -67,7 +80,10 @@ def test_states_of_layers_live_beside_the_pages(name, tmp_path):
             kinds = [type(group.kv_cache_spec).__name__ for group in groups]
             assert sorted(kinds) == ["BoundedSpec", "MambaSpec"]
             found = tiny.generate(llm, ids, 16)
-            assert found[:same] == wanted[:same]
+            for prompt, mine, theirs in zip(ids[:same], found, wanted, strict=False):
+                at = next((i for i, pair in enumerate(zip(mine, theirs, strict=True)) if len({*pair}) > 1), None)
+                # Of a model in bfloat16, whose sums a processor without its instructions rounds otherwise: a tie of two tokens.
+                assert at is None or (rounds and margin(llm, prompt + mine[:at], mine[at], theirs[at]) < TIE)
             alone = [tiny.generate(llm, [one], 16)[0] for one in ids]
             again = tiny.generate(llm, ids, 16)
             assert again == found and (rounds or alone == found)  # what is rounded depends on how prompts are cut
