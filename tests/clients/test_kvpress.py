@@ -25,7 +25,7 @@ TEXT = (
 def test_the_block_of_the_page_runs(tmp_path, monkeypatch):
     """Half of the slots are masked in every layer: AdaKVPress leaves all of them in memory."""
     page = (ROOT / "docs" / "howto" / "others.md").read_text(encoding="utf-8")
-    (block,) = (text for text in re.findall(r"```text\n(.*?)```", page, re.S) if "import AdaKVPress" in text)
+    (block,) = (text for text in re.findall(r"```python\n(.*?)```", page, re.S) if "import AdaKVPress" in text)
     (tmp_path / "long.txt").write_text(TEXT)
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     monkeypatch.chdir(tmp_path)
