@@ -1,4 +1,4 @@
-"""How a decoder's attention is asked for.
+"""Ways in which a decoder's attention is asked for.
 
 By name in transformers' interface, or as a method of its modules, ``_attn(query, key, value, mask)``, where it is not behind
 that: GPT-J, CodeGen, GPT-NeoX-Japanese.

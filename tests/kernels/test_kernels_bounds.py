@@ -11,7 +11,7 @@ from locret_kernels.column_stats import STATISTICS
 
 @pytest.mark.parametrize("name", sorted(KERNELS))
 def test_one_signature(name):
-    """What the kernels take; the reference takes forms of a softmax besides (``Softmax`` of ``backbones.handlers``)."""
+    """Parameters of the kernels; the reference takes forms of a softmax besides (``Softmax`` of ``backbones.handlers``)."""
     mine, theirs = (inspect.signature(functions[name], eval_str=True).parameters for functions in (KERNELS, REFERENCES))
     assert dict(mine) == {key: value for key, value in theirs.items() if key in mine or key not in SOFTMAX}
 
