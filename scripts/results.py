@@ -97,7 +97,7 @@ FEWEST = 5
 PRINTED = {
     "twenty": "facts", "vectors": "facts", "long": "questions", "turns": "questions", "clients": "serving", "batch": "serving",
     "vllm": "serving", "bench": "serving", "fit": "serving", "schemas": "serving", "llamacpp": "speed", "coder": "speed",
-    "large": "speed", "logits": "speed", "slots": "speed", "cost": "speed",
+    "coder-avx2": "speed", "large": "speed", "logits": "speed", "slots": "speed", "cost": "speed",
 }  # fmt: skip
 """Tables that a script printed, and their pages."""
 
