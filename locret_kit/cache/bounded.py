@@ -14,7 +14,7 @@ from ..backbones.rope import same_rotation
 from ..backbones.states import StatefulCache, States
 from ..heads import RetainingHeads
 from ..policies import EVIDENCE, Policy
-from ..policies.grammar import composed_of
+from ..policies.grammar import composed_of, read_once
 from ..settings import INT32_MAX, Resolved, RunSettings
 from .context import CacheCounters, Context, Pins, Stage
 from .due import Schedule
@@ -188,7 +188,7 @@ class BoundedCache(StatefulCache):
         """
         self.state.refuse_interrupted()
         settings, policy = replace(self.run, budget=budget), self.policy.at(self.schedule.budget)
-        policy = policy if rereads else replace(policy, reread=None)
+        policy = policy if rereads else read_once(policy)
         if stabilizers is not None:
             settings = replace(settings, stabilizers=stabilizers)
         if policy != self.policy:  # blocks that are stored keep their size

@@ -25,9 +25,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
+from ..cache.options import CacheOptions
 from ..heads import RetainingHeads
 from ..naming import check_name, prefixed_errors
 from ..policies import Policy
+from ..policies.grammar import read_once
 from ..runtime.evidence import EvidenceSearch
 from ..runtime.session import Answer, Sampling, prefill
 from ..runtime.thoughts import MAX_THOUGHT, Thought
@@ -103,7 +105,8 @@ class Chat:
 
     Args:
         document: the subject, or None. history: slots per key/value head for the turns, besides the document's.
-        settings, policy, heads: as in ``BoundedCache``, for a conversation without a document.
+        settings, policy, heads: as in ``BoundedCache``, for a conversation without a document. No passage is read again, which
+            would leave later turns nothing else.
         system: system prompt, for a conversation without a document.
         max_new_tokens: limit of an answer in tokens. sampling: ``Sampling(...)``; default: the most probable token.
         seed: seed of sampling in the first turn; each turn adds one.
@@ -135,7 +138,12 @@ class Chat:
         self.max_new_tokens, self.sampling, self.seed = max_new_tokens, sampling or Sampling(), seed
         self.system = system
         self.evidence = evidence
-        self._make_cache = lambda tokens: BoundedCache(settings, policy, heads, prompt_length=tokens)
+
+        def make_cache(tokens: int) -> BoundedCache:
+            options = CacheOptions.of(settings, policy, heads, {})
+            return BoundedCache(options.settings, read_once(options.policy), heads, prompt_length=tokens)
+
+        self._make_cache = make_cache
         self._now = _State(array("i"), None, [])
         self._before: _State | None = None
         self.answer: Answer | None = None

@@ -189,6 +189,14 @@ def composed_of(policy: Policy) -> str:
     return "-" if policy.sparse is None else f"full sparse={spell(policy.sparse)}"
 
 
+def read_once(policy: Policy) -> Policy:
+    """The policy without its second reading, if it has one."""
+    if policy.reread is None:
+        return policy
+    policy = replace(policy, reread=None)
+    return replace(policy, name=composed_of(policy))
+
+
 def describe_policies() -> list[str]:
     """Descriptions of the named policies, grouped by their need for heads: name and purpose, then parts in the
     grammar, parameters with defaults, and source."""

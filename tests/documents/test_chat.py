@@ -71,6 +71,16 @@ def test_no_turn_reads_passages_again(policy):
     assert again.ask("What is it?", max_new_tokens=4).cache.policy.reread is not None
 
 
+def test_no_turn_of_a_conversation_without_a_document_reads_passages_again():
+    model, tokenizer, _ = parts()
+    chats = [
+        Chat(model, tokenizer, settings=RunSettings(budget=60, chunk=16), policy=f"h2o{more}", max_new_tokens=4)
+        for more in (" reread=passages(9,4,3)", "")
+    ]
+    turns = [[list(chat.say(question)) for question in (text_of(260), "Who came in?")] for chat in chats]
+    assert turns[0] == turns[1] and kept(chats[0].cache) == kept(chats[1].cache)
+
+
 def test_undo_and_retry():
     document = read("llama", "locret", text_of(260), **SETTINGS)
     chat = document.chat(max_new_tokens=4)
