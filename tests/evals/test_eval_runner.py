@@ -157,6 +157,17 @@ def test_a_crash_is_a_row_and_the_run_goes_on(heads, tmp_path, monkeypatch, caps
     assert not any(row.error for row in read_rows(out)) and len(read_rows(out)) == 10
 
 
+def test_a_text_that_is_cut_is_told_once(heads, tmp_path, capsys):
+    """Questions about what was cut cannot be answered, and the default of ``lengths`` is 4,096 tokens."""
+    questions, texts = tmp_path / "mine.jsonl", {"instructions": ["Who?"] * 2, "outputs": ["No one."] * 2}
+    questions.write_text(json.dumps({"input": "The boats came in. " * 200, **texts}) + "\n")
+    for length, told in ((300, 1), (4000, 0)):
+        named = {"tasks": f"[{questions}]", "policies": "[full,streaming]", "budgets": "[32]", "lengths": f"[{length}]"}
+        assert main(words(heads, tmp_path / str(length), **named)) == 0
+        said = re.findall(r"warning: (.*): (\d+) of the prompt's \d+ tokens were cut out", capsys.readouterr().err)
+        assert len(said) == told and all(name == "mine.jsonl" and int(cut) > 100 for name, cut in said)
+
+
 def test_a_prompt_that_cannot_be_made_is_an_error_of_every_policy(heads, tmp_path):
     out = tmp_path / "run"
     assert main(words(heads, out, tasks="[reconstruction]", lengths="[200]", samples=1)) == 1

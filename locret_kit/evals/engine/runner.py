@@ -28,15 +28,15 @@ LONG_ENOUGH = 8192
 
 
 def answer(run: Run) -> int:
-    """Answer this process's missing examples, one line each on stderr. Returns the number of errors. Examples that
-    failed before are repeated. `check` says before whether a run can begin.
+    """Answer this process's missing examples, one line each on stderr, and one for a task's first text that is cut. Returns the
+    number of errors. Examples that failed before are repeated. `check` says before whether a run can begin.
 
     Raises:
         ValueError: a prompt that differs from the rows of an earlier run.
         OSError: a file cannot be written; rows written before are complete.
     """
     hashes = check_prompts(run)
-    errors = 0
+    errors, cut = 0, set[tuple[str, int]]()
     with appending(run.out / f"rows.{run.rank}.jsonl") as append:
         done = {key: row for key, row in finished(run).items() if row.error is None}
         missing = sum(key not in done for key in run.row_keys())
@@ -50,6 +50,10 @@ def answer(run: Run) -> int:
                 example = f"{row.task} {row.haystack} {row.length} #{row.sample} {row.label}{budget}"
                 bar.write(f"{example}: {result} ({row.prefill_s + row.decode_s:.1f} s)", sys.stderr)
                 bar.update()
+                if row.cut and (row.task, row.length) not in cut:
+                    cut.add((row.task, row.length))
+                    lost = f"{row.cut} of the prompt's {row.tokens + row.cut} tokens were cut out"
+                    bar.write(f"warning: {row.task}: {lost}, since lengths=[{row.length}]", sys.stderr)
     return errors
 
 
