@@ -133,7 +133,7 @@ class BatchCache(ForwardOfTexts):
 
     Arguments are those of ``BoundedCache``. The first forward makes a cache for each row. Its prompt is the tokens that
     the attention mask shows; pass the whole prompt in one forward (no ``prefill_chunk_size``). Rows that are padded on
-    the right are moved to the right edge, so that the last column is the last token of every row.
+    the right, in a later turn too, are moved to the right edge, so that the last column is the last token of every row.
 
     Attributes:
         texts: the cache of each row. prompt: columns of the prompt.
@@ -205,6 +205,7 @@ class BatchCache(ForwardOfTexts):
         elif self.columns == self.prompt and T > 1:
             raise ValueError(f"{T} columns after {self.columns}, before an answer: {WHOLE}")
         else:
+            kwargs = {**kwargs, name: given if T == 1 else _to_the_right(given, fresh)}
             counts = fresh.sum(1).tolist()
         # Padding stands on the left now, so the new tokens of a row end at its right edge.
         ends = range(T, (B + 1) * T, T)

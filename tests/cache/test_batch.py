@@ -217,6 +217,21 @@ def test_a_cache_of_a_batch_takes_other_texts_after_a_reset():
             generated(torch.cat((ids[:1], ids[:1]), 1), prompt_lookup_num_tokens=3)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_later_turn_may_be_padded_on_either_side(side):
+    model, texts, turns = backbone(), [tokens(40, seed=1), tokens(40, seed=2)], [[11, 12, 13, 14], [21, 22]]
+    cache, (new, mask) = BatchCache(24, "h2o", chunk=13, local_len=5), padded(turns, side)
+    with attach(model), torch.no_grad():
+        model(torch.tensor(texts), **{CACHE: cache})
+        model(torch.tensor([[5], [6]]), **{CACHE: cache})
+        made = model(new, **{CACHE: cache}, attention_mask=torch.cat((torch.ones(2, 41), mask), 1)).logits[:, -1]
+        for row, (text, turn) in enumerate(zip(texts, turns, strict=True)):
+            own = make("h2o", length=40, stabilizers=cache.texts[row].settings.stabilizers)
+            for ids in (text, [5 + row], turn):
+                alone = model(torch.tensor([ids]), **{CACHE: own}).logits[0, -1]
+            assert (made[row] - alone).abs().max() < 1e-9 and held(cache.texts[row]) == held(own)
+
+
 def test_pieces_are_the_answer_where_a_tokenizer_cleans_up():
     """A blank that a later token would take away is a piece already."""
     words = Tokenizer(models.WordLevel({f"w{n}" if n else "'": n for n in range(97)}, unk_token="w1"))
