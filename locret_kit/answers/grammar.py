@@ -78,10 +78,11 @@ def parameters(schema: Schema, form: CallForm, spell: Spell) -> str:
     rules = list[tuple[str, bool]]()
     for key, given in properties_of(schema).items():
         one, said = resolved(given, schema), json.dumps(key) if quote and not re.fullmatch(r"\w+", key) else key
-        choices, types = one.get("enum"), types_of(one, schema)
+        choices, types = one.get("enum", [one["const"]] if "const" in one else None), types_of(one, schema)
         bare = not form.json and (not types or "string" in types)
         if bare and isinstance(choices, list) and types == {"string"}:
-            value = f"{spell(quote)} ({' | '.join(spell(choice + end) for choice in choices)})"
+            texts = (choice for choice in choices if isinstance(choice, str))  # others are of another type
+            value = f"{spell(quote)} ({' | '.join(spell(text + end) for text in texts)})"
         elif bare:
             value = f"{spell(quote)} text"
         else:

@@ -191,6 +191,12 @@ def test_a_call_that_must_be_has_the_models_own_form(form, make):
         if right:
             (call,) = read(reader(form.name, offered), make("weather", values))[1]
             assert call.values == values | ({"days": 3, "wind": {"gale": True}} if "days" in values else {})
+    kinds = {"one": {"type": "string", "enum": ["a", None, 1]}, "two": {"const": "b"}}
+    chosen = constraint(
+        tokenizer, frozenset({tokenizer.eos_token_id}), call_rules({"w": {"properties": kinds}}, form), form.text_end
+    )
+    for one, two in (("a", "b"), ("a", "c"), ("None", "b"), ("1", "b")):
+        assert follows(chosen(), tokenizer, make("w", {"one": one, "two": two})) == ((one, two) == ("a", "b"))
     odd = make("odd", {'"a b-c"' if make is gemma else "a b-c": "x"})
     assert follows(maker(), tokenizer, odd) and read(reader(form.name, offered), odd)[1][0].values == {"a b-c": "x"}
     one = 1 if make is gemma else "1"
