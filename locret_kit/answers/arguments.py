@@ -8,7 +8,7 @@ import regex
 from transformers.utils.chat_parsing.content_parsers import parse_content
 
 from .forms import NEVER, CallForm
-from .values import Schema, properties_of, typed, types_of
+from .values import Schema, check_json, properties_of, typed, types_of
 
 BARE_SIGN = regex.compile(r'<\|"\|>|\\["\\]|(?<!<\|)"|[{}\[\],]')
 NOTATION = {"unquoted_keys": True, "string_delims": [['<|"|>'] * 2]}
@@ -173,6 +173,6 @@ class Parameters:
         with suppress(ValueError, RecursionError):
             if self._bare:
                 value = parse_content(f"{{value:{text}}}", "json", NOTATION)["value"]
-                json.dumps(value, allow_nan=False)
+                check_json(value)
                 return value
         return typed(text.strip() if self._bare else text, self._types or set(), python=self._form.python)

@@ -16,7 +16,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 from ..naming import prefixed_errors
 from ..text.template import template_source
 from .shown import parameters_shown, tags_around
-from .values import nested, python_calls
+from .values import check_json, nested, python_calls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -277,7 +277,7 @@ def block_calls(form: CallForm, text: str) -> list[Any]:
         made = (
             python_calls(text) if python else json.loads(text) if form.field is None else parsed(form, form.field, text)
         )
-        json.dumps(made, ensure_ascii=False, allow_nan=False).encode()  # a half of a character is no text
+        check_json(made)
         rows = made if isinstance(made, list) else [made]
         found = [call for row in rows for call in (row if isinstance(row, list) else [row])]
         found = [inner if isinstance(inner := nested(call, "function"), dict) else call for call in found]

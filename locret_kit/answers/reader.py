@@ -11,7 +11,7 @@ import regex
 
 from .arguments import JsonArguments, Parameters, Value
 from .forms import CALL_LIST, NEVER, AnswerForm, CallForm, block_calls
-from .values import Schema, properties_of, typed, types_of
+from .values import Schema, check_json, properties_of, typed, types_of
 
 
 @dataclass(eq=False)
@@ -24,9 +24,10 @@ class Call:
 
     @property
     def values(self) -> Schema:
-        """The arguments as an object; empty where the model wrote none."""
+        """The arguments as an object; empty where the model wrote none, or one with numbers or texts that JSON has not."""
         with suppress(ValueError, RecursionError):
-            if isinstance(values := json.loads(self.arguments), dict):
+            check_json(values := json.loads(self.arguments))
+            if isinstance(values, dict):
                 return values
         return {}
 

@@ -22,6 +22,12 @@ def nested(value: object, *names: str) -> object:
     return value
 
 
+def check_json(value: object) -> None:
+    """Raise ValueError for a value that JSON in UTF-8 cannot say: NaN, an infinity, half of a surrogate pair. RecursionError: one
+    that is nested too deeply."""
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+
+
 def properties_of(schema: Schema) -> Schema:
     """The schemas of arguments by name."""
     return known if isinstance(known := schema.get("properties"), dict) else {}
@@ -58,8 +64,7 @@ def typed(text: str, types: set[str], *, python: bool = True) -> object:
     reads = (json.loads, ast.literal_eval) if python or "string" not in types else (json.loads,)
     for read in reads if types - {"string"} else ():
         with suppress(ValueError, SyntaxError, LookupError, TypeError, RecursionError, MemoryError, ArithmeticError):
-            value = read(text.strip())
-            json.dumps(value, allow_nan=False)
+            check_json(value := read(text.strip()))
             if isinstance(value, float) and "number" not in types and value.is_integer():
                 value = int(Decimal(text.strip()))  # a float has no integer beyond 2^53 exactly
             if types & {KINDS[type(value)], "number" if type(value) is int else ""} - {"string"}:

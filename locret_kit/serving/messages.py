@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from ..answers.values import nested
 from ..naming import first_line, prefixed_errors
+from ..text.tokens import HALVES
 from ..validation import BOUNDS
 from .request import Busy, Stopping
 
@@ -90,7 +91,7 @@ def system_of(body: JsonObject, field: str) -> list[Message]:
 
 
 def call_of(call: object) -> JsonObject:
-    """A call of a tool as chat templates have it: with its arguments as an object, where they are JSON.
+    """A call of a tool as chat templates have it: with its arguments as an object, where they are JSON that a prompt can hold.
 
     Raises:
         ValueError: it names no function.
@@ -101,7 +102,9 @@ def call_of(call: object) -> JsonObject:
     if not isinstance(name, str):
         raise ValueError("a tool call needs a function with a name")
     with suppress(ValueError, RecursionError):
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        made = json.loads(arguments) if isinstance(arguments, str) else arguments
+        halves = HALVES.search(json.dumps(made, ensure_ascii=False))
+        arguments = json.dumps(made) if halves else made
     return {"type": "function", "id": str(nested(call, "id") or ""), "function": {"name": name, "arguments": arguments}}
 
 

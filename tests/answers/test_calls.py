@@ -151,6 +151,7 @@ FAULTS = [
      [("w", {"none": None, "refers": 3, "kind": 2, "one": None, "all": {"a": True}, "is": 3, "any": "3", "n": "NaN"})]),
     (xml("w", {"none": '"x"', "refers": "x", "kind": "x", "one": "4", "n": "1e400"}), "",
      [("w", {"none": '"x"', "refers": "x", "kind": "x", "one": 4, "n": "1e400"})]),
+    (xml("w", {"all": r'{"a": "\ud83d"}'}), "", [("w", {"all": r'{"a": "\ud83d"}'})]),
 ]  # fmt: skip
 """Answers in Qwen's form as models write them, their text and calls."""
 LOOSE = {"$defs": {"I": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/I"}]}}, "properties": {

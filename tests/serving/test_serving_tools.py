@@ -51,6 +51,24 @@ def test_texts_and_calls_by_turns(claude, client, monkeypatch):
         assert [block.name if block.type == "tool_use" else block.text for block in message.content] == want
 
 
+@pytest.mark.parametrize("value", [r'"\ud83d"', "NaN", "1e999"])
+def test_arguments_that_json_cannot_say(claude, client, monkeypatch, value):
+    """They arrive as they were written, or as none where they are an object; and the conversation goes on."""
+    said = f'<tool_call>{{"name": "now", "arguments": {{"at": {value}}}}}</tool_call>'
+    asked = {"model": "tiny", "messages": user("a"), "max_tokens": len(dictate(monkeypatch, parts("llama")[1], said))}
+    tool = {"name": "now", "input_schema": {"type": "object"}}
+    assert claude.messages.create(**asked, tools=[tool]).content[0].input == {}
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": f'{{"at": {value}}}'}}
+    (made,) = client.chat.completions.create(**asked, tools=TOOLS).choices[0].message.tool_calls
+    assert made.function.arguments == call["function"]["arguments"]
+    history = [
+        *user("a"),
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "3"},
+    ]
+    assert client.chat.completions.create(**asked | {"messages": history}, tools=TOOLS).choices
+
+
 def test_an_answer_ends_with_its_first_call_where_calls_are_not_parallel(url, client, monkeypatch):
     first = len(parts("llama")[1](NOW, add_special_tokens=False).input_ids)
     whole = len(dictate(monkeypatch, parts("llama")[1], f"{NOW} {NOW} a"))
