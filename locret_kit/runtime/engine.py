@@ -242,8 +242,10 @@ def run(
         max_running: sequences in memory at once. piece: tokens of prompts in one forward, at most.
 
     Raises:
-        ValueError: a request that cannot be answered, see ``Engine.add``.
+        ValueError: a request that cannot be answered, see ``Engine.add``; no room for any.
     """
+    if max_running < 1:
+        raise ValueError(f"max_running={max_running} must be at least 1")
     waiting = iter(requests)
     first = [*islice(waiting, max_running)]
     engine, waiting = Engine.shared(model, tokenizer, len(first), piece=piece), chain(first, waiting)

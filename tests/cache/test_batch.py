@@ -283,6 +283,8 @@ def test_at_most_so_many_run_and_prompts_are_read_in_their_order(monkeypatch):
     monkeypatch.setattr(Engine, "_turns", noted)
     requests = (Request(tokens(n, seed=number), 3, seed=number) for number, n in enumerate((80, 7, 61, 20, 9)))
 
+    with pytest.raises(ValueError, match="max_running=0 must be at least 1"):
+        next(run(backbone(), SILENT, requests, caches_of("h2o"), max_running=0))
     done = run(backbone(), SILENT, requests, caches_of("h2o"), max_running=2, piece=10)
     ended = [one.request.seed for one in done]
     assert sorted(ended) == read == [0, 1, 2, 3, 4] and max(running) == 2
