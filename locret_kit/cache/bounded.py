@@ -351,5 +351,9 @@ class BoundedCache(StatefulCache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         raise ValueError("a BoundedCache takes one text: several are those of a BatchCache")
 
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Refuse rows of a batch: raises ValueError for every index ``[B]``."""
+        raise ValueError("a BoundedCache takes one text: several are those of a BatchCache")
+
     def _states(self) -> States | None:
         return self.state.states

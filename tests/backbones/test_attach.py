@@ -218,6 +218,9 @@ def test_several_texts_are_refused(policy):
                 model.generate(tokens(6), **{CACHE: cache}, max_new_tokens=2, **many)
     with pytest.raises(ValueError, match="beams are texts of a BatchCache"):
         cache.reorder_cache(torch.tensor([0, 0]))
+    for change in (cache.batch_select_indices, cache.batch_repeat_interleave):
+        with pytest.raises(ValueError, match="several are those of a BatchCache"):
+            change(torch.tensor([0, 0]))
 
 
 def test_what_a_bounded_cache_does_not_give_is_said():
