@@ -22,6 +22,7 @@ from ..policies.capabilities import refuse
 from ..settings import RunSettings
 from .bounded import BoundedCache
 from .context import Stage
+from .options import CacheOptions
 from .storage.rows import CROPPING
 from .texts import Span, TextBatch
 
@@ -131,9 +132,10 @@ class Packed(ForwardOfTexts):
 class BatchCache(ForwardOfTexts):
     """A cache for ``model.generate`` with a padded batch: every row is a text of its own, evicted where it would be alone.
 
-    Arguments are those of ``BoundedCache``. The first forward makes a cache for each row. Its prompt is the tokens that
-    the attention mask shows; pass the whole prompt in one forward (no ``prefill_chunk_size``). Rows that are padded on
-    the right, in a later turn too, are moved to the right edge, so that the last column is the last token of every row.
+    Arguments are those of ``BoundedCache``, but for ``prompt_length``. The first forward makes a cache for each row. Its
+    prompt is the tokens that the attention mask shows; pass the whole prompt in one forward (no ``prefill_chunk_size``).
+    Rows that are padded on the right, in a later turn too, are moved to the right edge, so that the last column is the
+    last token of every row.
 
     Attributes:
         texts: the cache of each row. prompt: columns of the prompt.
@@ -158,8 +160,10 @@ class BatchCache(ForwardOfTexts):
     ) -> None:
         super().__init__()
         heads = loaded(heads)  # once for all rows
+        # Refused here and not at the first forward.
+        options = CacheOptions.of(settings, policy, heads, given, stages)
         self._cache_for = lambda count: BoundedCache(
-            settings, policy, heads, prompt_length=count, stages=stages, **given
+            options.settings, options.policy, heads, prompt_length=count, stages=stages
         )
         self.reset()
 

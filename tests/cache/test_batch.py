@@ -249,6 +249,15 @@ def test_logits_that_are_not_finite_choose_no_token():
     assert choose(torch.tensor([0.0, float("-inf"), 2.0, 2.0])) == 2
 
 
+@pytest.mark.parametrize(("given", "said"), [
+    (dict(prompt_length=40), "unknown setting 'prompt_length'"), (dict(chunk=0), "chunk=0 must be at least 1"),
+    (dict(budgt=24), "Did you mean 'budget'"), (dict(policy="h2p"), "Did you mean 'h2o'"), (dict(policy="locret"), "pass heads="),
+])  # fmt: skip
+def test_wrong_arguments_are_refused_before_a_forward(given, said):
+    with pytest.raises(ValueError, match=said):
+        BatchCache(**{"policy": "h2o", **given})
+
+
 def test_a_policy_that_generate_cannot_run_says_so():
     model, ids = backbone(), torch.tensor([tokens(30)])
     for policy in ("sirllm", REREADING):
