@@ -142,12 +142,15 @@ class BatchCache(ForwardOfTexts):
         shown_BS: whether a column is a token of a row, of all columns seen; None before the first.
 
     Raises:
-        ValueError: a setting out of range; a prompt in pieces, or a row without tokens; in the first forward, a policy that
-            reads the end of the prompt twice or scores tokens by their probability: ``runtime.engine`` runs those.
+        ValueError: a setting out of range; a prompt in pieces, or a row without tokens; another model, or a forward that an
+            interrupt ended; in the first forward, a policy that reads the end of the prompt twice or scores tokens by their
+            probability: ``runtime.engine`` runs those.
     """
 
     prompt: int
     shown_BS: Tensor | None
+    _after: tuple[int, Tensor]
+    """``prompt`` and ``shown_BS`` after the forward that runs."""
 
     def __init__(
         self,
@@ -192,31 +195,35 @@ class BatchCache(ForwardOfTexts):
                 raise ValueError(
                     f"attention_mask must show the {self.columns} columns that this cache has seen as before"
                 )
-        fresh = shown_BS[:, -T:]
-        if not self.texts:
+        fresh, texts = shown_BS[:, -T:], self.texts
+        counts = fresh.sum(1).tolist()
+        if not self.columns:
             # The prompt: every row is a text of its own from here on.
-            kwargs = {**kwargs, name: _to_the_right(given, fresh)}
-            counts = fresh.sum(1).tolist()
             if not all(counts):
                 raise ValueError(f"attention_mask shows no token of row {counts.index(0)} in {T} columns: {WHOLE}")
-            self.texts = [self._cache_for(count) for count in counts]
-            for text in self.texts:
-                text.bind(model)
-                for who in ("batch of generate", "forward of several texts"):
-                    refuse(who, text.context.subject)
-        elif len(self.texts) != B:
-            raise ValueError(f"batch={B} must be {len(self.texts)}, for which this cache has its buffers")
+            texts = [self._cache_for(count) for count in counts]
+        elif len(texts) != B:
+            raise ValueError(f"batch={B} must be {len(texts)}, for which this cache has its buffers")
         elif self.columns == self.prompt and T > 1:
             raise ValueError(f"{T} columns after {self.columns}, before an answer: {WHOLE}")
-        else:
-            kwargs = {**kwargs, name: given if T == 1 else _to_the_right(given, fresh)}
-            counts = fresh.sum(1).tolist()
+        for text in texts:
+            text.bind(model)
+        if self.columns and [text.get_seq_length() for text in texts] != shown_BS[:, :-T].sum(1).tolist():
+            raise ValueError("this cache was interrupted at the end of a forward: reset() it and read again")
+        for who in () if self.columns else ("batch of generate", "forward of several texts"):
+            refuse(who, texts[0].context.subject)
+        _refuse_other_places(kwargs.get("position_ids"), shown_BS, T)
+        self.texts, self._after = texts, (self.prompt or T, shown_BS)
         # Padding stands on the left now, so the new tokens of a row end at its right edge.
         ends = range(T, (B + 1) * T, T)
         self.place([(end - count, end) for count, end in zip(counts, ends, strict=True)], B, T, given.device)
-        _refuse_other_places(kwargs.get("position_ids"), shown_BS, T)
-        self.prompt, self.shown_BS = self.prompt or T, shown_BS
-        return {**kwargs, "position_ids": self.position_BT, "attention_mask": None}
+        moved = given if T == 1 else _to_the_right(given, fresh)
+        return {**kwargs, name: moved, "position_ids": self.position_BT, "attention_mask": None}
+
+    def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
+        """Count the columns of a forward that has come to its end, so that one that has not changes nothing, or is refused."""
+        super().finish(hidden_BTE, ids_BT)
+        self.prompt, self.shown_BS = self._after
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen, padding included."""

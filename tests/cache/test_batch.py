@@ -9,6 +9,7 @@ import pytest
 import torch
 from pairwise import one_of, pairs
 from policy_runs import POLICIES, answer, backbone, by_kind, distinct_tokens, held, make, tokens
+from tiny_models import tiny_model
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -230,6 +231,44 @@ def test_a_later_turn_may_be_padded_on_either_side(side):
             for ids in (text, [5 + row], turn):
                 alone = model(torch.tensor([ids]), **{CACHE: own}).logits[0, -1]
             assert (made[row] - alone).abs().max() < 1e-9 and held(cache.texts[row]) == held(own)
+
+
+def test_a_batch_that_was_refused_begins_anew():
+    """What was refused, or ended before its first layer, has changed nothing."""
+    model, ids = backbone(), torch.tensor([tokens(40, seed=1), tokens(40, seed=2)])
+    cache, fresh = (BatchCache(24, "h2o", chunk=13, local_len=5) for _ in range(2))
+    with attach(model), torch.no_grad():
+        with pytest.raises(ValueError, match="position_ids=5 to 44"):
+            model(ids, **{CACHE: cache}, position_ids=torch.arange(5, 45).expand(2, -1))
+        with pytest.raises(IndexError):
+            model(ids + 97, **{CACHE: cache})
+        for new in (ids[:1], torch.tensor([[7]])):  # other texts than those that were refused
+            with mock.patch.object(cache, "finish", side_effect=RuntimeError), pytest.raises(RuntimeError):
+                model(new, **{CACHE: cache})
+            assert cache.get_seq_length() == 0
+        for new in (ids, torch.tensor([[7], [9]])):
+            assert torch.equal(*(model(new, **{CACHE: one}).logits for one in (cache, fresh)))
+        with pytest.raises(IndexError):
+            model(torch.tensor([[7], [97]]), **{CACHE: cache})
+        new = torch.tensor([[8], [9]])
+        assert torch.equal(*(model(new, **{CACHE: one}).logits for one in (cache, fresh)))
+
+
+@pytest.mark.parametrize("place", ["cache.step.read_block", "cache.texts.TextBatch.finish"])
+def test_a_batch_that_was_interrupted_is_not_gone_on_with(place):
+    model, ids, new = backbone(), torch.tensor([tokens(40, seed=1), tokens(40, seed=2)]), torch.tensor([[7], [9]])
+    cache = BatchCache(24, "h2o", chunk=13, local_len=5)
+    with attach(model), torch.no_grad():
+        model(ids, **{CACHE: cache})
+        with mock.patch(f"locret_kit.{place}", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            model(new, **{CACHE: cache})
+        with pytest.raises(ValueError, match=r"this cache was interrupted .*: reset\(\) it and read again"):
+            model(new, **{CACHE: cache})
+        cache.reset()
+        model(ids, **{CACHE: cache})
+    other = tiny_model("llama", num_hidden_layers=2).double()
+    with attach(other), torch.no_grad(), pytest.raises(ValueError, match="holds rows of another model"):
+        other(new, **{CACHE: cache})
 
 
 def test_pieces_are_the_answer_where_a_tokenizer_cleans_up():
