@@ -7,7 +7,7 @@ from tiny_models import tiny_model
 
 from locret_kit import BoundedCache
 from locret_kit.cache.context import Stage
-from locret_kit.runtime.session import prefill
+from locret_kit.runtime.session import decode, prefill
 
 POLICIES = ["streaming merge=nearest", "streaming recall=blocks(size=4,take=2)", "minference", "streaming"]
 """A policy of each stage, and one without."""
@@ -58,6 +58,17 @@ def test_a_stage_may_compute_the_attention():
         x = x + layer.mlp(layer.post_attention_layernorm(x))
     wanted = model.lm_head(model.model.norm(x))[0, -1]
     torch.testing.assert_close(prefill(model, ids, cache), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_stage_is_asked_for_decoded_tokens_too():
+    """By no driver that knows the policy's stages alone."""
+    model, ids, diary = tiny_model("llama"), tokens(20), Diary()
+    cache = BoundedCache(24, "streaming", chunk=8, prompt_length=20, stages=(diary,))
+    logits = prefill(model, ids, cache)
+    diary.asked.clear()
+    assert len([*decode(model, cache, logits, prompt=ids, max_new_tokens=4)]) == 4
+    assert diary.asked == [(seen, 1) for seen in (21, 22, 23) for _ in cache.bounded]
+    assert cache.counters.decoding == "dynamic: stages besides those of the policy"
 
 
 def test_forks_share_them():
