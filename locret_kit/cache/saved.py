@@ -81,7 +81,8 @@ class CacheFile:
             origin: where it is known. document: further fields of the record; plain JSON values. apart: further tensors.
 
         Raises:
-            ValueError: an interrupt left rows half written, or the policy cannot be written in the grammar.
+            ValueError: an interrupt left rows half written, the policy cannot be written in the grammar, or the cache has stages
+                besides it.
         """
         cache.state.refuse_interrupted()
         ctx = cache.context
@@ -89,6 +90,8 @@ class CacheFile:
             raise ValueError(
                 f"policy={cache.policy.name!r} in {ctx.settings.kv_bits} bits is saved with a prompt_length= alone"
             )
+        if cache.options.stages:
+            raise ValueError(f"stages={len(cache.options.stages)} besides those of the policy: no file can name them")
         try:
             parts = parts_of(cache.policy)
         except KeyError as error:
@@ -212,7 +215,8 @@ def save_cache(cache: BoundedCache, path: str | Path) -> str:
     The file has the kept rows, and fingerprints of model, heads and policy. It has no text: a ``Document`` saves that too.
 
     Raises:
-        ValueError: an interrupt left rows half written, or the policy cannot be written in the grammar.
+        ValueError: an interrupt left rows half written, the policy cannot be written in the grammar, or the cache has stages
+            besides it.
         OSError: the file cannot be written; the one that was there is whole.
     """
     return CacheFile.of(cache).write(path)

@@ -7,6 +7,7 @@ from tiny_models import tiny_model
 
 from locret_kit import BoundedCache
 from locret_kit.cache.context import Stage
+from locret_kit.cache.saved import save_cache
 from locret_kit.runtime.session import decode, prefill
 
 POLICIES = ["streaming merge=nearest", "streaming recall=blocks(size=4,take=2)", "minference", "streaming"]
@@ -69,6 +70,15 @@ def test_a_stage_is_asked_for_decoded_tokens_too():
     assert len([*decode(model, cache, logits, prompt=ids, max_new_tokens=4)]) == 4
     assert diary.asked == [(seen, 1) for seen in (21, 22, 23) for _ in cache.bounded]
     assert cache.counters.decoding == "dynamic: stages besides those of the policy"
+
+
+def test_a_file_cannot_name_them(tmp_path):
+    model, ids = tiny_model("llama"), tokens(20)
+    cache = BoundedCache(24, "streaming", chunk=8, prompt_length=20, stages=(Diary(),))
+    prefill(model, ids, cache)
+    with pytest.raises(ValueError, match="stages=1 besides those of the policy: no file can name them"):
+        save_cache(cache, tmp_path / "cache.locret")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_forks_share_them():
