@@ -48,6 +48,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def valid_unicode(text: str) -> str:
+    """A name as a text: its bytes that are no UTF-8, which Python reads as halves of surrogate pairs, are escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def install_line(extra: str) -> str:
     """The command to install one of the package's extras. With ``-e`` a clone's environment continues to run the
     clone."""

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ..files import POINTER, read_utf8
+from ..naming import valid_unicode
 from .converters import LIMIT
 
 HEADING = "# File: {path}\n"
@@ -43,28 +44,37 @@ def read_folder(
             left_out.append(path)
         elif text.strip():
             texts += 1
-            yield f"{HEADING.format(path=path)}{text.rstrip()}\n\n"
+            name = valid_unicode(path)  # halves of surrogate pairs have no tokens
+            yield f"{HEADING.format(path=name)}{text.rstrip()}\n\n"
     if not texts:
-        raise ValueError(f"{folder} has no file with text{f' among {len(chosen)}' if chosen else ''}")
+        among = f" among {len(chosen)}" if chosen else ", or git ignores all"
+        raise ValueError(f"{folder} has no file with text{among}")
     if left_out:
         more = f" and {len(left_out) - NAMED} more" if len(left_out) > NAMED else ""
         note(f"{folder}: left out, since they are not plain text: {', '.join(left_out[:NAMED])}{more}")
 
 
 def _listed(folder: Path) -> Iterator[str]:
-    """Paths of the files in a folder, with slashes. Where git is missing, ``.gitignore`` is not read."""
+    """Paths of the files in a folder and in repositories within it, with slashes. Where git is missing, ``.gitignore`` is not
+    read."""
     if shutil.which("git"):
         where: tuple[str, ...] = ()
         with tempfile.TemporaryDirectory() as empty:
-            # git reads .gitignore without a repository of the folder's own, too.
-            if _git(folder, "rev-parse", "--is-inside-work-tree") is None:
+            # git reads .gitignore without a repository of the folder's own, too. One that ignores the folder says nothing of it.
+            outside = _git(folder, "rev-parse", "--is-inside-work-tree") is None
+            if outside or _git(folder, "check-ignore", "--quiet", ".") is not None:
                 _git(folder, "init", "--quiet", "--bare", empty)
                 where = (f"--git-dir={empty}", f"--work-tree={folder.resolve()}")
             kinds = "--cached", "--others", "--exclude-standard"
             paths = (_git(folder, *where, "ls-files", "-z", "--deduplicate", *kinds) or "").split("\0")
     else:
         paths = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    return (path for path in paths if path and not any(part.startswith(".") for part in path.split("/")))
+    for path in (path for path in paths if path and not any(part.startswith(".") for part in path.split("/"))):
+        place = folder / path
+        if place.is_dir() and not place.is_symlink():  # a repository of its own, whose files git does not list
+            yield from (f"{path.rstrip('/')}/{inner}" for inner in _listed(place))
+        else:
+            yield path
 
 
 def _git(folder: Path, *words: str) -> str | None:
@@ -78,8 +88,7 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def _text(path: Path) -> str | None:
-    """A file's text; None for links, Git LFS pointers and what is no UTF-8 text or too large. '' where the file is gone or a
-    folder, as a submodule is."""
+    """A file's text; None for links, Git LFS pointers and what is no UTF-8 text or too large. '' where the file is gone."""
     if path.is_symlink():
         return None
     if not path.is_file():

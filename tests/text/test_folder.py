@@ -61,6 +61,34 @@ def test_patterns_are_of_the_name_or_the_path(folder):
         [*read_folder(folder, ["*.rs"])]
 
 
+def made(folder, files, repositories=()):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    for name in repositories:
+        subprocess.run(["git", "init", "--quiet", str(folder / name)], check=True)
+
+
+@pytest.mark.parametrize("rule", ["data/", "data/*"])
+def test_a_folder_that_its_repository_ignores_is_read_where_it_is_named(tmp_path, rule):
+    files = {".gitignore": rule, "data/a/b.md": "two", "data/a/c.log": "three", "data/a/.gitignore": "*.log"}
+    made(tmp_path, files, ["."])
+    assert [*read_folder(tmp_path / "data/a")] == ["# File: b.md\ntwo\n\n"]
+
+
+@pytest.mark.parametrize("repositories", [["one", "in/two"], [".", "one", "in/two"]])
+def test_repositories_within_a_folder_are_read(tmp_path, repositories):
+    files = {"a.md": "a", "in/b.md": "b", "in/two/c.md": "c", "one/d.md": "d", "one/e.log": "e"}
+    made(tmp_path, {**files, "one/.gitignore": "*.log"}, repositories)
+    names = [piece.split("\n")[0].removeprefix("# File: ") for piece in read_folder(tmp_path)]
+    assert names == ["a.md", "in/b.md", "in/two/c.md", "one/d.md"]
+
+
+def test_a_name_that_is_no_utf8_is_shown_with_escapes(tmp_path):
+    (tmp_path / "caf\udce9.txt").write_text("words")
+    assert [*read_folder(tmp_path)] == ["# File: caf\\udce9.txt\nwords\n\n"]
+
+
 def test_more_files_than_are_named(tmp_path):
     for number in range(8):
         (tmp_path / f"{number}.bin").write_bytes(b"\0")
