@@ -81,6 +81,11 @@ class Option:
         """Whether its value may be left out."""
         return bool in alternatives(self.annotation)
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether it is repeated for each item, which may hold commas."""
+        return any(isinstance(item, Repeatable) for item in metadata_of(self.annotation))
+
     @cached_property
     def help(self) -> str:
         """The docstring under the field, on one line."""
@@ -100,6 +105,8 @@ class Option:
         Raises:
             ValueError: a wrong type or out of bounds; ``where`` follows the name in the message.
         """
+        if isinstance(value, str) and self.is_repeatable:
+            value = [value]
         if type(value) in (str, int, float):  # in YAML 1e-4 is a text, and a name may be a number
             value = typed(self.annotation, str(value))
         try:
@@ -259,7 +266,7 @@ def given_by(command: Command[T], argv: list[str]) -> Values:
         texts.setdefault(name, []).append(text)
     values: Values = {}
     for name, words in texts.items():
-        repeatable = any(isinstance(item, Repeatable) for item in metadata_of(known[name].annotation))
+        repeatable = known[name].is_repeatable
         if len(words) > 1 and not repeatable:
             raise UsageError(f"{name} is given twice: {name}={words[0]} and {name}={words[1]}")
         if not words[0].strip() and not repeatable:

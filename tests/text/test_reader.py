@@ -176,6 +176,13 @@ def test_the_command_line_comes_before_the_file(tmp_path):
     assert (options.number, options.model, options.section.rate) == (3, "m", 1e-3)
 
 
+@pytest.mark.parametrize("text", ["ask: Who came, and when?", "ask: ['Who came, and when?']"])
+def test_commas_of_a_file_belong_to_the_item_of_a_repeatable_option(tmp_path, text):
+    (tmp_path / "x.yaml").write_text(f"model: m\nnames: a, b\n{text}\nsection: {{rate: 1}}\n")
+    options = read(ONE, ["--config", str(tmp_path / "x.yaml")])
+    assert (options.ask, options.names) == (["Who came, and when?"], ["a", "b"])
+
+
 @pytest.mark.parametrize("one", EVERY, ids=lambda one: one.usage.split("\n")[0])
 def test_help_all_explains_every_option(one):
     text = " ".join(help_of(one, everything=True).split())
