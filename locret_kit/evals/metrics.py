@@ -278,8 +278,10 @@ def contains(output: str, answer: Answer, extra: Extra) -> Scores:
     letter = r"[^\W\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]"  # of scripts that put spaces between words
 
     def stands(output: str, answer: str) -> bool:
-        wanted = normalize(answer)
-        return bool(wanted and re.search(f"(?<!{letter}){re.escape(wanted)}(?!{letter})", normalize(output)))
+        wanted, said = normalize(answer), normalize(output)
+        if not wanted:  # an article or a sign alone, such as the option A
+            wanted, said = answer.strip(), output
+        return bool(wanted and re.search(f"(?<!{letter}){re.escape(wanted)}(?!{letter})", said))
 
     return {"contains": best(stands, output, answer), **qa_f1(output, answer, extra)}
 

@@ -33,6 +33,9 @@ CASES = [
     ("contains", "答案是北京。", ["北京"], 1),
     ("contains", "Это который?", ["кот"], 0),
     ("contains", "anything", ["the", "?", ""], 0),
+    ("contains", "The answer is (A).", ["A"], 1),  # an article and a sign are all that there is of an answer
+    ("contains", "B, an answer", ["A"], 0),
+    ("contains", "It is a >= b.", [">="], 1),
     ("contains", "", ["x"], 0),
     ("choice", "I think D", ["x", "D"], 1),
     ("choice", "Answers differ: B", ["x", "A"], 1),  # a first letter A to D decides, whatever word it begins
