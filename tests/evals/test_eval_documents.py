@@ -194,6 +194,14 @@ def test_a_file_of_questions_is_a_task(tmp_path):
     assert [task.name for task in find_tasks([f"agreement:{path}", path])] == ["agreement:mine.jsonl", "mine.jsonl"]
 
 
+def test_a_conversation_that_ends_with_a_question_is_asked_its_last_answered_one(tmp_path):
+    turns = [("user", f"{BOOK}\n\nWho?"), ("assistant", "Ann."), ("user", "Thanks. When?")]
+    write(tmp_path, "mine", {"messages": [{"role": role, "content": content} for role, content in turns]})
+    _, made = example(str(tmp_path / "mine.jsonl"), tmp_path, length=20_000)
+    assert made.answer == ["Ann."] and "Who?" in made.prompt
+    assert "Thanks" not in made.prompt and "Ann." not in made.prompt
+
+
 def test_a_file_of_questions_that_is_none_is_refused(tmp_path):
     write(tmp_path, "mine", {"context": "c", "question": "q", "answer": "a"}, {"summary": "s"})
     for names, error, said in (

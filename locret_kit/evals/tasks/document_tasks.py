@@ -325,7 +325,10 @@ def _questions(path: str) -> Iterator[Numbered]:
         asked = record.get("instructions")
         for index in range(len(asked) if isinstance(asked, list) and asked else 1):
             with prefixed_errors(f"{path}: record {number}", ValueError):
-                *before, last = to_messages(record, index=index)
+                messages = to_messages(record, index=index)
+            while messages[-1]["role"] != "assistant":  # a question that the record leaves open
+                messages.pop()
+            *before, last = messages
             several = record.get("answers")
             accepted = several if isinstance(several, list) and several else [last["content"]]
             yield number, {"prompt": "\n\n".join(turn["content"] for turn in before), "answer": accepted}
