@@ -73,7 +73,8 @@ def write_beside(target: Path, write: Callable[[Path], object]) -> None:
         with suppress(OSError):  # its writer has just renamed it, or it is another user's
             if not _running(int(mine[1])) if mine else time.time() - left.stat().st_mtime > ABANDONED:
                 left.unlink()
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.{here}-{os.getpid()}.partial")
+    # Of a name of 255 bytes, the most that there are, a part.
+    beside = target.with_name(f".{target.name[:30]}.{secrets.token_hex(4)}.{here}-{os.getpid()}.partial")
     try:
         beside.touch(exist_ok=False)
         mode = beside.stat().st_mode

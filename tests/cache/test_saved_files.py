@@ -108,6 +108,12 @@ def test_leftovers_of_this_machine_go_and_those_of_others_stay(tmp_path, monkeyp
     assert {path.name for path in tmp_path.iterdir()} == {"b", *names[2:]}
 
 
+def test_a_file_may_have_the_longest_name_that_there_is(tmp_path):
+    path = tmp_path / (124 * "\u00e9" + ".locret")  # 255 bytes
+    write_text(path, "words")
+    assert path.read_text() == "words" and [*tmp_path.iterdir()] == [path]
+
+
 def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
     """Half of the bytes are written, then none."""
     path = tmp_path / "text.locret"
