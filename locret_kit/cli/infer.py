@@ -85,6 +85,10 @@ def key_of(name: object) -> str:
     return json.dumps(name, ensure_ascii=False)
 
 
+BEGIN = b'{"id": '
+"""Beginning of a line of answers."""
+
+
 def keep_answers(target: Path) -> set[str]:
     """Ids that have an answer in the file. Of a run that was cut short, a last line without its end is dropped, and so are
     errors, whose prompts are run again.
@@ -95,13 +99,13 @@ def keep_answers(target: Path) -> set[str]:
     whole = target.read_bytes() if target.exists() else b""
     kept: dict[str, bytes] = {}
     for number, line in enumerate(whole.splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
+        if not line.endswith(b"\n") and (line.startswith(BEGIN) or BEGIN.startswith(line)):
             break
         record = parse_json(line, f"out={str(target)!r}: line {number}")
         if not isinstance(record, dict) or "id" not in record or not {"answer", "error"} & record.keys():
             raise ValueError(f"out={str(target)!r}: line {number} is not an answer of --batch: name another file")
         if "error" not in record:
-            kept[key_of(record["id"])] = line
+            kept[key_of(record["id"])] = line.removesuffix(b"\n") + b"\n"
     if b"".join(kept.values()) != whole:
         write_text(target.resolve(), b"".join(kept.values()).decode())
     return set(kept)

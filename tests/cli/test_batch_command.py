@@ -206,8 +206,10 @@ def test_what_is_wrong_with_the_files_is_said_before_anything_is_loaded(files, t
     says("its folder is missing", given=["--batch", str(files.prompts), "-o", f"{tmp_path}/no/answers.jsonl"])
     says("--question Who? has no effect with --batch", "--question", "Who?")
     says("--batch-size 2 has no effect without --batch", given=["text.txt", "--batch-size", "2"])
-    files.answers.write_text("my diary\n")
-    says("answers.jsonl': line 1 is not JSON")
+    for diary in ("my diary\n", "my diary", '{"id": 1, "answer": "a"}\nmy diary'):
+        files.answers.write_text(diary)
+        says(f"answers.jsonl': line {len(diary.splitlines())} is not JSON")
+        assert files.answers.read_text() == diary
     files.answers.write_text('{"id": 1, "prompt": "a"}\n')
     says("line 1 is not an answer of --batch")
     assert files.answers.read_text() == '{"id": 1, "prompt": "a"}\n'
