@@ -43,7 +43,7 @@ def run(args: InferOptions) -> int:
 @contextmanager
 def open_batch(args: InferOptions) -> Iterator[BatchFiles]:
     """The files, for this process alone. Raises ValueError or OSError with a one-line message."""
-    refuse(args, ("file", "question", "report"), "with --batch, whose lines have the questions")
+    refuse(args, ("file", "include", "question", "report", "evidence"), "with --batch, whose lines have the questions")
     if not args.out:
         raise ValueError("--batch needs a file for the answers: give -o answers.jsonl")
     batch, target = Path(str(args.batch)), Path(args.out)

@@ -206,6 +206,8 @@ def test_what_is_wrong_with_the_files_is_said_before_anything_is_loaded(files, t
     says("its folder is missing", given=["--batch", str(files.prompts), "-o", f"{tmp_path}/no/answers.jsonl"])
     says("--question Who? has no effect with --batch", "--question", "Who?")
     says("--batch-size 2 has no effect without --batch", given=["text.txt", "--batch-size", "2"])
+    says("--evidence has no effect with --batch", "--evidence")
+    says("--include *.py has no effect with --batch", "--include", "*.py")
     for diary in ("my diary\n", "my diary", '{"id": 1, "answer": "a"}\nmy diary'):
         files.answers.write_text(diary)
         says(f"answers.jsonl': line {len(diary.splitlines())} is not JSON")
