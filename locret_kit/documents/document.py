@@ -25,7 +25,7 @@ from ..cache.file import check_there
 from ..cache.options import CacheOptions
 from ..cache.saved import CacheFile
 from ..heads import RetainingHeads, loaded
-from ..naming import prefixed_errors
+from ..naming import prefixed_errors, valid_unicode
 from ..policies import Policy
 from ..runtime.drivers import Decoding
 from ..runtime.evidence import EvidenceSearch as EvidenceSearch
@@ -332,10 +332,11 @@ class Document:
         document = self if self.text.bare or (text and self.has_text) else self._without_text()
         stream = document.text.stream
         record = TextRecord(
-            title=self.title, tokens=self.tokens, text=document.has_text, open=stream.text,
+            title=valid_unicode(self.title), tokens=self.tokens, text=document.has_text, open=stream.text,
             sha256=hash_ids(self.ids) if self.has_text else None,
             done=stream.done, chat=self.chat_template, before=self.text.before, share=self.share,
-            tokenizer=tokenizer_identity(self.tokenizer), names=names or {},
+            tokenizer=tokenizer_identity(self.tokenizer),
+            names={what: valid_unicode(name) for what, name in (names or {}).items()},
         )  # fmt: skip
         more = {IDS: torch.tensor(stream.ids, dtype=torch.int32, device="cpu")} if record.text else {}
         return CacheFile.of(document.cache, document=asdict(record), apart=more)

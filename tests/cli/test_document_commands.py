@@ -131,6 +131,18 @@ def test_a_file_that_is_there_is_not_replaced_unasked(use, book):
     assert use("ask", str(book), QUESTIONS[0], "--max-new-tokens", "5")[1] == fresh[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("caf\udce9.txt", "caf\\udce9.txt"), (240 * "x" + ".txt", 60 * "x" + "...")],
+    ids=["no UTF-8", "long"],
+)
+def test_a_text_of_any_name_becomes_a_document(use, tmp_path, name, shown):
+    (tmp_path / name).write_text(TEXT * 4)
+    out = Path(name).stem if name.isascii() else "b"
+    assert use("read", f"{{out}}/{name}", "-o", f"{{out}}/{out}.locret", "--ckpt", "heads", *RUN)[0] == 0
+    assert f"  {shown}\n" in use("info", f"{{out}}/{out}.locret")[1]
+
+
 def test_nothing_private_is_in_a_file(use, place, tmp_path):
     words = ("--ckpt", str(place / "heads"), "--model", str(place / "backbone"))
     assert use("read", str(place / "long.txt"), "-o", "{out}/a.locret", *words, *RUN)[0] == 0
