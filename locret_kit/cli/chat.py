@@ -324,7 +324,7 @@ class Talk:
         else:
             if not self.chat.turns:
                 raise ValueError("the conversation is empty")
-            write_text(path, self._markdown())
+            write_text(path.resolve(), self._markdown())
         self.written.add(path.resolve())
         self.screen.note(f"saved: {path}, {path.stat().st_size / 2**10:.1f} KiB")
 

@@ -39,7 +39,7 @@ def run_kept(args: KeptOptions) -> int:
     lead = f"{len(shown.ids)} tokens, {saved.policy}, budget {saved.settings.get('budget')}, {name}"
     if args.out is not None:
         page = kept_page(title, lead, texts, shown.positions, shown.seen).encode("utf-8", "backslashreplace")
-        write_beside(Path(args.out), lambda path: path.write_bytes(page))
+        write_beside(Path(args.out).resolve(), lambda path: path.write_bytes(page))
         return 0
     counts, heads = shown.heads(args.layer, args.head)
     where = ", ".join(f"{what} {n}" for what, n in (("layer", args.layer), ("head", args.head)) if n is not None)

@@ -325,7 +325,7 @@ class Document:
         file = self.as_file(text=text, names=names)
         target = Path(path).resolve()
         expected = self._file[1] if self._file is not None and self._file[0] == target else None
-        self._file = target, file.write(path, partial(check_there, target, expected, replace))
+        self._file = target, file.write(target, partial(check_there, target, expected, replace))
 
     def as_file(self, *, text: bool = True, names: dict[str, str] | None = None) -> CacheFile:
         """The document in the form of a file. Takes the arguments of ``save`` and raises its errors."""

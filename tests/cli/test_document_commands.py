@@ -143,6 +143,17 @@ def test_a_text_of_any_name_becomes_a_document(use, tmp_path, name, shown):
     assert f"  {shown}\n" in use("info", f"{{out}}/{out}.locret")[1]
 
 
+def test_what_a_link_names_is_written(use, book, tmp_path):
+    link, page = tmp_path / "link.locret", tmp_path / "page.html"
+    link.symlink_to(book)
+    page.symlink_to(tmp_path / "there.html")
+    before = json.loads(use("info", str(book), "--json")[1])["document"]["tokens"]
+    assert use("read", "more.txt", "-o", str(link), "--append")[0] == 0
+    assert use("kept", str(link), "-o", str(page), "--overwrite")[0] == 0
+    assert json.loads(use("info", str(book), "--json")[1])["document"]["tokens"] > before
+    assert link.is_symlink() and page.is_symlink() and page.read_text().startswith("<!")
+
+
 def test_nothing_private_is_in_a_file(use, place, tmp_path):
     words = ("--ckpt", str(place / "heads"), "--model", str(place / "backbone"))
     assert use("read", str(place / "long.txt"), "-o", "{out}/a.locret", *words, *RUN)[0] == 0
