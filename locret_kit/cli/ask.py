@@ -55,7 +55,7 @@ def questions_of(args: AskOptions) -> list[str]:
     """The questions, in order. Raises ValueError where there is none, one is empty or no UTF-8, or a file cannot be read."""
     questions = list(args.question)
     if args.question_file:
-        questions += [line.strip() for line in words_of(args.question_file).splitlines() if line.strip()]
+        questions += [line.strip() for line in words_of(args.question_file).split("\n") if line.strip()]
     if not questions:
         raise ValueError('ask something: locret-ask book.locret "question", or --question-file FILE')
     for question in questions:

@@ -20,11 +20,12 @@ from locret_kit import Document
 from locret_kit.backbones import demo
 from locret_kit.backbones.load import load_backbone
 from locret_kit.cli import infer
-from locret_kit.cli.ask import ask
+from locret_kit.cli.ask import ask, questions_of
 from locret_kit.cli.info import info
 from locret_kit.cli.kept import kept
 from locret_kit.cli.loading import ASKED
 from locret_kit.cli.read import read
+from locret_kit.config.infer_options import AskOptions
 from locret_kit.heads import RetainingHeads
 from locret_kit.text.tokens import token_texts
 
@@ -103,6 +104,13 @@ def test_questions_from_stdin_and_answers_as_json(use, book):
         assert one["finish_reason"] == ("length" if one["tokens"] == 5 else "stop")
         assert one["cached_tokens"] > 100 and 0 < one["prompt_tokens"] < 200
         assert 0 < one["first_token_s"] <= one["total_s"]
+
+
+def test_a_line_of_questions_ends_with_its_newline(tmp_path):
+    """Not at the other line ends of Unicode, which a question that was copied may hold."""
+    (tmp_path / "questions.txt").write_text("Who\u2028came\x0bin?\n\x0c\nWhen?\u0085")
+    given = AskOptions(book="b", question_file=str(tmp_path / "questions.txt"))
+    assert questions_of(given) == ["Who\u2028came\x0bin?", "When?"]
 
 
 def test_appending_equals_reading_it_all(use, book, tmp_path):
