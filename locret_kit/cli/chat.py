@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from ..config.infer_options import CHAT, ChatOptions
 from ..config.schema import removed
 from ..files import write_text
 from ..naming import first_line, nearest
+from ..settings import RunSettings
 from .command import CONTROLS, check_target, collapse, entry, evidence_lines, install_hint, progress, text_of, to_stdout
 
 if TYPE_CHECKING:
@@ -387,6 +388,11 @@ def run(args: ChatOptions) -> int:
     talk = Talk(args, chosen, model, tokenizer, generation, screen)
     if document is not None:
         talk.begin(document)
+        values = {item.name: getattr(args, item.name) for item in fields(RunSettings) if item.name != "seed"}
+        given = [f"{name}={value}" for name, value in values.items() if value is not None and value is not False]
+        if given:
+            said = f"texts that /read reads have {', '.join(given)}"
+            screen.note(f"{file} keeps the settings that it was read with; {said}")
     elif file is not None:
         try:
             with screen.working():

@@ -116,7 +116,9 @@ def test_a_document_is_read_asked_shown_and_saved(piped, backbone, tmp_path):
     assert book.with_suffix(".md").read_text() == "mine"
     assert (tmp_path / "said.md").read_text() == f"## User\n\nWho came in?\n\n## Assistant\n\n{answer.strip()}\n"
     # the file alone gives the same answer
-    assert piped("Who came in?\n", str(saved))[:2] == (0, answer)
+    status, out, err = piped("Who came in?\n", str(saved), "--budget", "99")
+    assert (status, out) == (0, answer)
+    assert f"{saved} keeps the settings that it was read with; texts that /read reads have budget=99, chunk=32\n" in err
     assert piped(f"/read {saved}\nWho came in?\n")[:2] == (0, answer)
 
 
