@@ -95,6 +95,22 @@ def test_a_rerun_does_nothing_and_a_longer_one_what_is_missing(finished, heads, 
     assert figures(out) == figures(finished)
 
 
+def test_a_rerun_with_other_answers_is_refused(heads, tmp_path, capsys):
+    """Their scores would be those of the answers before."""
+    file, out = tmp_path / "mine.jsonl", tmp_path / "run"
+    records = [{"context": "A text.", "question": f"Who is {n}?", "answers": [f"Ann {n}"]} for n in range(2)]
+    given = words(heads, out, tasks=f"[{file}]", policies="[full]", samples=2)
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert main(given) == 0 and main(given) == 0
+    before = lines(out)
+    records[1]["answers"].append("Ann")
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    capsys.readouterr()
+    assert main(given) == 1 and lines(out) == before
+    said = "sample=1: the answer is ['Ann 1', 'Ann'], and was ['Ann 1'] for the rows: choose another out"
+    assert said in capsys.readouterr().err
+
+
 def test_kill_and_rerun_gives_the_same_summary(finished, heads, tmp_path, monkeypatch):
     """Killed (SIGKILL) after some rows, with half a line left behind."""
     out = tmp_path / "run"

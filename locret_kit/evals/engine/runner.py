@@ -15,7 +15,7 @@ from tqdm import tqdm
 from ...documents.document_text import hash_ids
 from ...engine import KVzip
 from ...samples.haystack import TooShort
-from ..metrics import get_metric, library
+from ..metrics import as_list, get_metric, library
 from ..tasks.task import NEEDS_REFERENCE, Example
 from . import BM25, ORACLES, Key, Row, Run, Variant, appending, is_oracle, read_rows, reads_alone
 from .measure import SharedBeginning, cache_for, error_row, measure_row, shared_lengths
@@ -121,12 +121,19 @@ def check(run: Run) -> None:
 
 def check_prompts(run: Run) -> dict[Key, str]:
     """Hashes of the prompts of the folder's rows, by task, haystack, length and number. One prompt of each task,
-    haystack and length is rebuilt and compared.
+    haystack and length is rebuilt and compared, and every expected answer of a file of questions.
 
     Raises:
-        ValueError: a prompt differs, because data or tokenizer have changed; names it.
+        ValueError: a prompt or an answer differs, because data or tokenizer have changed; names it.
     """
-    hashes = {(*row.key[:3], row.sample): row.prompt_hash for row in finished(run).values() if row.prompt_hash}
+    rows = finished(run).values()
+    hashes = {(*row.key[:3], row.sample): row.prompt_hash for row in rows if row.prompt_hash}
+    answers = {task.name: task.answers for task in run.tasks if task.kind == "answer"}
+    for row in rows:
+        wanted = answers.get(row.task, ())[row.sample : row.sample + 1]
+        if wanted and row.answer and row.error is None and as_list(row.answer) != as_list(wanted[0]):
+            said = f"task={row.task}, sample={row.sample}: the answer is {wanted[0]}, and was {row.answer} for the rows"
+            raise ValueError(f"{said}: choose another out")
     compared: set[Key] = set()
     for example in run.examples():
         column = (example.task.name, example.task.haystack, example.length)

@@ -316,7 +316,8 @@ def records_task(path: str, samples: int, metric: str = "contains") -> Task:
         raise FileNotFoundError(f"task={path}: there is no such file")
     name = Path(path).name
     entry = TaskEntry(name, "{prompt}", metric, file=name, hub={}, answer="answer")
-    return task_of(entry, _questions(path), samples)
+    questions = [*islice(_questions(path), samples)]
+    return replace(task_of(entry, questions, samples), answers=[record["answer"] for _, record in questions])
 
 
 def _questions(path: str) -> Iterator[Numbered]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -105,6 +105,8 @@ class Task:
     """Hash of the haystack's text, see `engine.Row.text_hash`."""
     begins_alike: bool = False
     """Whether many of its prompts have a long beginning in common."""
+    answers: Sequence[Answer] = field(default=(), compare=False)
+    """Expected answers by number, of a file of questions, whose answers may change under the same name."""
 
 
 def wrap(request: Example, text: str, prefix: str = "", *, chat: bool) -> tuple[str, bool]:
