@@ -243,7 +243,7 @@ def check_state(path: Path, module: FrozenTraining) -> str | None:
     """A warning of the settings that a checkpoint's steps were made with and those to come are not.
 
     Raises:
-        ValueError: it holds other weights than ``module``.
+        ValueError: it holds other weights than ``module``, or more steps.
     """
     state = read_state(path)
     saved, mine = (
@@ -256,6 +256,8 @@ def check_state(path: Path, module: FrozenTraining) -> str | None:
                 f"{path} was saved with other settings: {name} is {theirs} there and {ours} here; continue with that run's "
                 "settings, or start a new run with another out"
             )
+    if (done := state["global_step"]) > (steps := module.cfg.optim.steps):
+        raise ValueError(f"optim.steps={steps} must be at least {done}, the steps of {path}")
     before, now = state.get(SETTINGS, {}), flat(module.cfg)
     changed = [name for name in now if before.get(name, now[name]) != now[name] and not name.startswith(FREE)]
     words = ", ".join(f"{name}={now[name]} (was {before[name]})" for name in changed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shlex
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -220,6 +221,12 @@ def test_a_run_goes_on_with_the_optimiser_settings_that_it_is_given(backbone, tm
     assert group["weight_decay"] == 0.5 and group["initial_lr"] == 6e-4
     for said in (["--resume", "never", "seed=1"], ["resume=never", "seed=1"], ["--resume=never", "seed=1"]):
         assert fit.command_to_go_on(said) == "locret-train seed=1 resume=auto"
+
+
+def test_a_run_has_no_fewer_steps_than_are_done(run, tmp_path, capsys, backbone):
+    shutil.copytree(run, tmp_path / "run")
+    said = refused(capsys, *arguments(backbone, tmp_path / "run", "optim.steps=1", "resume=auto"))
+    assert "optim.steps=1 must be at least 2, the steps of " in said and said.endswith("step=2.ckpt")
 
 
 def test_a_damaged_or_foreign_checkpoint_is_one_line_before_the_backbone_is_loaded(run, tmp_path, capsys):
