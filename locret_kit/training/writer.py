@@ -22,11 +22,14 @@ class Writer:
     """Greedy answers of a backbone to requests about a document.
 
     Args:
-        path: file of the answers, a JSON object per line. load: gives the backbone, once an answer is missing.
+        path: file of the answers, a JSON object per line. load: gives the backbone, once an answer is missing. model: its name;
+            answers of others in the file are left aside.
     """
 
-    def __init__(self, path: Path, tokenizer: PreTrainedTokenizerBase, load: Callable[[], PreTrainedModel]) -> None:
-        self.path, self.tokenizer, self.load = path, tokenizer, load
+    def __init__(
+        self, path: Path, tokenizer: PreTrainedTokenizerBase, load: Callable[[], PreTrainedModel], model: str = ""
+    ) -> None:
+        self.path, self.tokenizer, self.load, self.model = path, tokenizer, load, model
 
     def __call__(self, asked: Sequence[tuple[str, str]]) -> list[str]:
         """Answers to pairs of document and request. Processes that share the file wait for each other."""
@@ -39,7 +42,7 @@ class Writer:
             with self.path.open("a", encoding="utf-8") as file:
                 for key, prompt in tqdm(missing.items(), "self-study", disable=None if missing else True):
                     known[key] = self._answer(prompt)
-                    file.write(json.dumps({"prompt": key, "answer": known[key]}) + "\n")
+                    file.write(json.dumps({"prompt": key, "model": self.model, "answer": known[key]}) + "\n")
                     file.flush()
         return [known[key] for key in keys]
 
@@ -50,7 +53,8 @@ class Writer:
         if whole != text:
             self.path.write_text(whole, encoding="utf-8")
         rows = (parse_json(line, str(self.path)) for line in whole.splitlines())
-        return {row["prompt"]: row["answer"] for row in rows if isinstance(row, dict)}
+        mine = (row for row in rows if isinstance(row, dict) and row.get("model", self.model) == self.model)
+        return {row["prompt"]: row["answer"] for row in mine}
 
     def _prompt(self, document: str, request: str) -> str:
         before, after = render_prompt(self.tokenizer, document, request)

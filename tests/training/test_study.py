@@ -107,6 +107,8 @@ def test_answers_are_the_backbones_and_kept(backbone, tmp_path):
         file.write('{"prompt": "cut')
     again = Writer(path, tokenizer, lambda: pytest.fail("nothing is missing"))
     assert again(asked) == made and all(json.loads(line) for line in path.read_text().splitlines())
+    other = Writer(path, tokenizer, lambda: model, "another")
+    assert other(asked) == made and len(path.read_text().splitlines()) == 4  # what others wrote is not its own
 
 
 def test_a_training_by_self_study(backbone, tmp_path, monkeypatch):
