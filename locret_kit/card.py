@@ -156,7 +156,11 @@ def public_rows(file: Path, recorded: str, published: str, rows: list[Row]) -> b
         ValueError: another line that is no JSON, or a row with a field of another type; names file and line.
     """
     kept = []
-    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
+    *lines, last = file.read_bytes().split(b"\n")
+    with suppress(ValueError):
+        parse_json(last, "")
+        lines.append(last)
+    for number, line in enumerate(lines, 1):
         where = f"{file}, line {number}"
         value = parse_json(line, where) if line.strip() else None
         if isinstance(value, dict) and value.keys() >= set(KEY):

@@ -177,7 +177,7 @@ def test_no_local_path_is_published(tmp_path):
     (source / "training.json").write_text(json.dumps(training))
     error = "OSError: '/home/acme/x' is gone"
     row = {**ROWS[0], "model": "/home/acme/tiny", "adapter": "/home/acme/lora", "error": error}
-    (source / "results.jsonl").write_text(json.dumps(row) + "\n")
+    (source / "results.jsonl").write_text(json.dumps(row))  # whole, though its end is missing
     heads = make(replace(CONFIG, backbone="/home/acme/tiny"))
     write_release(heads, "me/heads", tmp_path / "r", source, base_model="lab/tiny")
     for file in (tmp_path / "r").iterdir():
