@@ -113,7 +113,8 @@ def write_release(
             write_json(target / TRAINING, training)
         elif file.name != CARD:
             shutil.copy(file, target / file.name)
-    mine = [row for row in rows if beside is not None and row.heads == beside.name]
+    names = {path.name for path in (folder, beside) if path}  # of the best heads of a run, that of the folder best too
+    mine = [row for row in rows if row.heads in names]
     check_cells(mine)
     cells = summarize(row for row in mine if row.policy == config.policy)
     with prefixed_errors(f"{source}: {TRAINING} is no training's configuration", KeyError, TypeError, UndefinedError):

@@ -152,10 +152,13 @@ def test_the_card_of_the_best_heads_of_a_run_says_their_step_and_recall(tmp_path
         training = json.loads((folder / "training.json").read_text())
         training |= {"set_aside": 8, "step": step, "recall": recall}
         (folder / "training.json").write_text(json.dumps(training))
+        rows = ({**row, "heads": "best"} for row in ROWS)  # as ckpt=best has them
+        (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_release(RetainingHeads.from_pretrained(str(source)), "me/heads", tmp_path / "release", source)
     card = (tmp_path / "release" / "README.md").read_text()
     assert "\n2 of 4 steps of 1 sample per device" in card and "\nRecall on them is 0.5: of the 10% of slots" in card
     assert 'locret-infer long.txt --ckpt me/heads --question "' in card
+    assert "R.PassKey" in card
 
 
 def test_the_card_says_whether_validation_was_set_aside(tmp_path):
