@@ -43,13 +43,16 @@ from .pool import PoolTraining
 from .strategy import make_strategy
 from .writer import Writer
 
+LOGS = "tensorboard"
+"""Folder of a run's curves; other runs may have theirs in the same folder."""
+
 
 def read_curves(run: Path) -> dict[str, dict[int, float]]:
     """``{tag: {step: value}}``; where a resumed run made a step again, the later value counts."""
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
     curves: dict[str, dict[int, float]] = {}
-    for file in sorted(run.rglob("events.*"), key=lambda path: (path.stat().st_mtime, path.name)):
+    for file in sorted((run / LOGS).glob("events.*"), key=lambda path: (path.stat().st_mtime, path.name)):
         events = EventAccumulator(str(file), size_guidance={SCALARS: 0})
         events.Reload()
         for tag in events.Tags()["scalars"]:
@@ -371,7 +374,7 @@ def _trainer(cfg: TrainConfig, strategy: Strategy | str, callbacks: list[Callbac
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
             inference_mode=False,  # weights that are gathered for validation must still be good for training
-            logger=TensorBoardLogger(cfg.out, name="", version="tensorboard"),
+            logger=TensorBoardLogger(cfg.out, name="", version=LOGS),
             plugins=[AtomicCheckpointIO()],
             callbacks=[Bar(), SeedSteps(cfg.seed), *callbacks],
             enable_checkpointing=False,

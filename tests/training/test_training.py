@@ -92,6 +92,15 @@ def test_the_best_heads_are_kept_and_load(backbone, tmp_path):
     assert not (tmp_path / "none" / "best").exists()
 
 
+def test_curves_are_of_one_run_where_another_lies_in_its_folder(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    for out, loss in ((tmp_path, 1.0), (tmp_path / "second", 2.0)):
+        with SummaryWriter(str(out / "tensorboard")) as writer:
+            writer.add_scalar("loss", loss, 1)
+    assert read_curves(tmp_path) == {"loss": {1: 1.0}}
+
+
 def test_the_board_shows_layers_pictures_text_and_settings(backbone, tmp_path):
     assert train(backbone, tmp_path, "optim.steps=2", "trainer.val_every=2") == 0
     from tensorboard.backend.event_processing.event_accumulator import IMAGES, TENSORS, EventAccumulator
