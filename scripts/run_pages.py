@@ -45,10 +45,10 @@ SKIPPED = {
 }
 """Blocks and install lines that are not run, by their beginning, with the reason."""
 RECOMMENDED = "Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF:Q4_K_M"
-FEW = "optim.steps=2 data.max_tokens=512 data.val_samples=2"
+FEW = "optim.steps=2 data.val_samples=2 data.max_tokens="
 STAND_INS = {
-    "recipe=smollm2-135m ": f"recipe=smollm2-135m {FEW} ",
-    "recipe=qwen2.5-coder-0.5b ": f"recipe=qwen2.5-coder-0.5b {FEW} data.lengths=[512] ",
+    "recipe=smollm2-135m ": f"recipe=smollm2-135m {FEW}512 ",
+    "recipe=qwen2.5-coder-0.5b ": f"recipe=qwen2.5-coder-0.5b {FEW}1024 data.lengths=[1024] ",
     "self-study(book.txt)": "self-study(book.txt,4)",
     RECOMMENDED: os.environ.get("LOCRET_STAND_IN", RECOMMENDED),
 }
