@@ -106,7 +106,7 @@ class Chat:
     Args:
         document: the subject, or None. history: slots per key/value head for the turns, besides the document's.
         settings, policy, heads: as in ``BoundedCache``, for a conversation without a document. No passage is read again, which
-            would leave later turns nothing else.
+            would leave later turns nothing else, unless thoughts are dropped.
         system: system prompt, for a conversation without a document.
         max_new_tokens: limit of an answer in tokens. sampling: ``Sampling(...)``; default: the most probable token.
         seed: seed of sampling in the first turn; each turn adds one.
@@ -141,7 +141,9 @@ class Chat:
 
         def make_cache(tokens: int) -> BoundedCache:
             options = CacheOptions.of(settings, policy, heads, {})
-            return BoundedCache(options.settings, read_once(options.policy), heads, prompt_length=tokens)
+            # A turn of dropped thoughts is a run of its own, over the whole conversation.
+            chosen = options.policy if thoughts == "dropped" else read_once(options.policy)
+            return BoundedCache(options.settings, chosen, heads, prompt_length=tokens)
 
         self._make_cache = make_cache
         self._now = _State(array("i"), None, [])
