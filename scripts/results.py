@@ -58,13 +58,14 @@ GEMMA = (
 """Tables of the second backbone in docs/results/facts.md."""
 THIRD = "qwen2.5-coder-1.5b-locret"
 """Heads of the backbone for code."""
-CODER = (("code.jsonl", "-", 4096, (512,)), ("held.jsonl", "-", 4096, (512,)))
+CODER = (("code.jsonl", "-", 4096, (512,)), ("code-8k.jsonl", "-", 8448, (1024,)), ("held.jsonl", "-", 4096, (512,)))
 """Tables of that backbone in docs/results/facts.md."""
 TITLES = {
     "R.PassKey": "A pass key of five digits", "R.Number": "A number of ten digits",
     "ruler.niah_multikey": "One key among many alike", "ruler.niah_multiquery": "Four numbers by four keys",
     "ruler.fwe": "The three most frequent words of a made-up text",
     "code.jsonl": "Questions about this project's code, of kinds that heads were trained on",
+    "code-8k.jsonl": "The same in longer texts",
     "held.jsonl": "Questions about this project's code, of kinds that no heads were trained on",
     "paraphrase": "A price of five digits, asked for in words that the text does not have",
     "agreement:leval.quality": "L-Eval's questions about stories: share of full attention's tokens that are chosen too",
@@ -189,7 +190,7 @@ def _command(rows: Sequence[Row], place: Place) -> str:
     model = " model=PATH/gemma-3-270m" if heads == SECOND else ""
     if rows[0].ending == OPEN:
         out, form = f"{out}-open", " ending=open chat=always max_new_tokens=24"
-    lengths = "max_new_tokens=40" if task.endswith(".jsonl") else f"lengths=[{length}]"
+    lengths = f"lengths=[{length}]" + " max_new_tokens=40" * task.endswith(".jsonl")
     return (
         f"locret-eval tasks=[{task}] {where}{lengths} budgets=[{','.join(map(str, budgets))}] \\\n"
         f'    "policies=[{named}]" samples={samples}{form} ckpt={folder}/{heads}{model} out={out}'
