@@ -149,8 +149,8 @@ class BatchCache(ForwardOfTexts):
 
     prompt: int
     shown_BS: Tensor | None
-    _after: tuple[int, Tensor]
-    """``prompt`` and ``shown_BS`` after the forward that runs."""
+    _after: tuple[int, Tensor] | None
+    """``prompt`` and ``shown_BS`` after the forward that runs; None between two."""
 
     def __init__(
         self,
@@ -208,10 +208,12 @@ class BatchCache(ForwardOfTexts):
             raise ValueError(f"{T} columns after {self.columns}, before an answer: {WHOLE}")
         for text in texts:
             text.bind(model)
-        if self.columns and [text.get_seq_length() for text in texts] != shown_BS[:, :-T].sum(1).tolist():
+        ended = not self.columns or self._after is None
+        if not ended and [text.get_seq_length() for text in texts] != shown_BS[:, :-T].sum(1).tolist():
             raise ValueError("this cache was interrupted at the end of a forward: reset() it and read again")
-        for who in () if self.columns else ("batch of generate", "forward of several texts"):
-            refuse(who, texts[0].context.subject)
+        if not self.columns:
+            for who in ("batch of generate", "forward of several texts"):
+                refuse(who, texts[0].context.subject)
         _refuse_other_places(kwargs.get("position_ids"), shown_BS, T)
         self.texts, self._after = texts, (self.prompt or T, shown_BS)
         # Padding stands on the left now, so the new tokens of a row end at its right edge.
@@ -223,7 +225,8 @@ class BatchCache(ForwardOfTexts):
     def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
         """Count the columns of a forward that has come to its end, so that one that has not changes nothing, or is refused."""
         super().finish(hidden_BTE, ids_BT)
-        self.prompt, self.shown_BS = self._after
+        assert self._after is not None
+        (self.prompt, self.shown_BS), self._after = self._after, None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen, padding included."""
@@ -231,7 +234,7 @@ class BatchCache(ForwardOfTexts):
 
     def reset(self) -> None:
         """Forget all texts: the next forward makes caches for others."""
-        self.texts, self.prompt, self.shown_BS = [], 0, None
+        self.texts, self.prompt, self.shown_BS, self._after = [], 0, None, None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise ValueError: a bounded cache cannot give back tokens that it has read."""

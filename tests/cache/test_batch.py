@@ -234,7 +234,7 @@ def test_a_later_turn_may_be_padded_on_either_side(side):
 
 
 def test_a_batch_that_was_refused_begins_anew():
-    """What was refused, or ended before its first layer, has changed nothing."""
+    """A forward that was refused, or ended before its first layer, has changed nothing."""
     model, ids = backbone(), torch.tensor([tokens(40, seed=1), tokens(40, seed=2)])
     cache, fresh = (BatchCache(24, "h2o", chunk=13, local_len=5) for _ in range(2))
     with attach(model), torch.no_grad():
