@@ -138,14 +138,9 @@ class Chat:
         self.max_new_tokens, self.sampling, self.seed = max_new_tokens, sampling or Sampling(), seed
         self.system = system
         self.evidence = evidence
-
-        def make_cache(tokens: int) -> BoundedCache:
-            options = CacheOptions.of(settings, policy, heads, {})
-            # A turn of dropped thoughts is a run of its own, over the whole conversation.
-            chosen = options.policy if thoughts == "dropped" else read_once(options.policy)
-            return BoundedCache(options.settings, chosen, heads, prompt_length=tokens)
-
-        self._make_cache = make_cache
+        if document is None and thoughts != "dropped":  # a turn of dropped thoughts is a run of its own, over all turns
+            policy = read_once(CacheOptions.of(settings, policy, heads, {}).policy)
+        self._make_cache = lambda tokens: BoundedCache(settings, policy, heads, prompt_length=tokens)
         self._now = _State(array("i"), None, [])
         self._before: _State | None = None
         self.answer: Answer | None = None
