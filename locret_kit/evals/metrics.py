@@ -278,10 +278,9 @@ def contains(output: str, answer: Answer, extra: Extra) -> Scores:
     letter = r"[^\W\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]"  # of scripts that put spaces between words
 
     def stands(output: str, answer: str) -> bool:
-        wanted, said = normalize(answer), normalize(output)
-        if not wanted:  # an article or a sign alone, such as the option A
-            wanted, said = answer.strip(), output
-        return bool(wanted and re.search(f"(?<!{letter}){re.escape(wanted)}(?!{letter})", said))
+        if normalize(answer):  # else an article or a sign alone, such as the option A
+            output, answer = normalize(output), normalize(answer)
+        return bool(answer.strip() and re.search(f"(?<!{letter}){re.escape(answer.strip())}(?!{letter})", output))
 
     return {"contains": best(stands, output, answer), **qa_f1(output, answer, extra)}
 
