@@ -141,7 +141,9 @@ class Context:
     recalls: RecallCounters = field(default_factory=RecallCounters)
     block_scores: BlockScores = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
-    """Work of the policy besides evicting."""
+    """Work besides evicting: of the policy, then of a user."""
+    own_stages: int = 0
+    """Number of the user's."""
     pins: Pins = ()
     """Positions, as rows carry them, whose tokens are never evicted."""
 
@@ -265,7 +267,7 @@ class Context:
     @property
     def subject(self) -> Subject:
         """Features in use, as ``capabilities`` asks."""
-        return Subject(self.policy, self.description, self.settings.kv_bits)
+        return Subject(self.policy, self.description, self.settings.kv_bits, self.own_stages)
 
     @property
     def evicts_after_forward(self) -> bool:

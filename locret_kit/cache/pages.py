@@ -184,8 +184,7 @@ class PagePool:
     def enter(self, cache: BoundedCache) -> None:
         """Move a text's rows into a page, which is free again when the cache is gone."""
         ctx = cache.context
-        plain = reason("page", ctx.subject) is None and not cache.options.stages
-        plain = plain and not any(rows.chunked or rows.page for rows in cache.bounded)
+        plain = reason("page", ctx.subject) is None and not any(rows.chunked or rows.page for rows in cache.bounded)
         if not (self._free and plain and len({weight.device for weight in ctx.model.parameters()}) == 1):
             return
         pairs = zip(cache.bounded, ctx.spec.layers, strict=True)

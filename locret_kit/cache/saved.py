@@ -25,6 +25,7 @@ from ..backbones.wrapped import unwrapped
 from ..heads import RetainingHeads
 from ..naming import prefixed_errors
 from ..policies import Policy
+from ..policies.capabilities import refuse
 from ..policies.grammar import parse_policy, parts_of
 from ..policies.registry import parts_named
 from ..validation import build, display
@@ -90,8 +91,7 @@ class CacheFile:
             raise ValueError(
                 f"policy={cache.policy.name!r} in {ctx.settings.kv_bits} bits is saved with a prompt_length= alone"
             )
-        if cache.options.stages:
-            raise ValueError(f"stages={len(cache.options.stages)} besides those of the policy: no file can name them")
+        refuse("file", ctx.subject)
         try:
             parts = parts_of(cache.policy)
         except KeyError as error:

@@ -77,7 +77,8 @@ class TextState:
         if self._context is None:
             context = Context.of(model, own.policy, self.schedule, own.heads, self.settings, self.counters)
             check_room(context, self.pins)
-            self._context = replace(context, pins=self.pins, stages=(*stages_of(context.policy), *own.stages))
+            stages = *stages_of(context.policy), *own.stages
+            self._context = replace(context, pins=self.pins, stages=stages, own_stages=len(own.stages))
             self.settings = context.settings
             self.layers += make_layers(self._context, self.scratch)
             self.states = States.of(model, context.spec)

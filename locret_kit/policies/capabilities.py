@@ -14,6 +14,8 @@ class Subject(NamedTuple):
     description: DecoderAttention | None = None
     """The backbone's description, if the check concerns one."""
     kv_bits: int | str | None = None
+    stages: int = 0
+    """Stages besides those of the policy."""
 
 
 PARTS = ("merge", "recall", "reread", "sparse", "prefill_mask")
@@ -22,7 +24,8 @@ PARTS = ("merge", "recall", "reread", "sparse", "prefill_mask")
 
 def traits(subject: Subject) -> Iterator[tuple[str, object]]:
     """Traits of a subject with a value, which a reason can show as ``{value}``."""
-    policy, description, bits = subject
+    policy, description, bits, stages = subject
+    yield "stages", stages
     yield from ((name, getattr(policy, name) is not None) for name in PARTS)
     yield from {"ragged": policy.ragged, "grows": policy.keeps_everything, "logits": policy.needs_logits}.items()
     yield "memory", policy.score.memory(1 << 20)
@@ -42,6 +45,7 @@ def traits(subject: Subject) -> Iterator[tuple[str, object]]:
 
 _VLLM = "policy={policy!r}: with vLLM "
 _VLLM_PART = _VLLM + "slots are kept or dropped, and it has a part {trait}"
+_STAGES = "stages={value} besides those of the policy"
 _PAGE = "policy={policy!r} has rows of its own kind ({trait})"
 _POOL = "pool.policy={policy} must evict, keep as many slots in every head, and merge nothing itself, such as h2o"
 CANNOT: Mapping[str, Mapping[str, str]] = {
@@ -53,12 +57,14 @@ CANNOT: Mapping[str, Mapping[str, str]] = {
         "logits": "policy={policy!r} has scores from the backbone's logits",
         "merge": "policy={policy!r} has merging, head by head",
         "recall": "policy={policy!r} has blocks that come back from the host",
+        "stages": _STAGES,
     },
     "compiled call": {
         "unlike": "the backbone is not of the form that the compiled call takes: {value}",
         "logits": "policy={policy!r} scores tokens by the backbone's logits",
         "merge": "policy={policy!r} merges slots",
         "recall": "policy={policy!r} brings evicted slots back",
+        "stages": _STAGES,
     },
     "few bits": {
         "merge in bits": "kv_bits={bits} stores a slot once; policy={policy!r} merges evicted slots into it: leave one out",
@@ -84,7 +90,9 @@ CANNOT: Mapping[str, Mapping[str, str]] = {
     },
     "page": dict.fromkeys(
         ("ragged", "grows", "merge", "recall", "sparse", "prefill_mask", "bits", "states", "capped", "uneven"), _PAGE
-    ),
+    )
+    | {"stages": _STAGES},
+    "file": {"stages": f"{_STAGES}: no file can name them"},
     "vllm": {
         "grows": _VLLM + "a request has a page of one size, and it evicts nothing",
         "ragged": _VLLM + "all heads of a layer hold as many slots, and its heads differ",
@@ -99,7 +107,7 @@ CANNOT: Mapping[str, Mapping[str, str]] = {
 
 def reason(who: str, subject: Subject) -> str | None:
     """Reason why a driver or use of ``CANNOT`` cannot run a subject; None if it can."""
-    policy, description, bits = subject
+    policy, description, bits, _ = subject
     found = dict(traits(subject))
     for trait, sentence in CANNOT[who].items():
         if value := found.get(trait):

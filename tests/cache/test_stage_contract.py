@@ -62,14 +62,14 @@ def test_a_stage_may_compute_the_attention():
 
 
 def test_a_stage_is_asked_for_decoded_tokens_too():
-    """By no driver that knows the policy's stages alone."""
+    """Drivers know the policy's stages alone."""
     model, ids, diary = tiny_model("llama"), tokens(20), Diary()
     cache = BoundedCache(24, "streaming", chunk=8, prompt_length=20, stages=(diary,))
     logits = prefill(model, ids, cache)
     diary.asked.clear()
     assert len([*decode(model, cache, logits, prompt=ids, max_new_tokens=4)]) == 4
     assert diary.asked == [(seen, 1) for seen in (21, 22, 23) for _ in cache.bounded]
-    assert cache.counters.decoding == "dynamic: stages besides those of the policy"
+    assert cache.counters.decoding == "dynamic: stages=1 besides those of the policy"
 
 
 def test_a_file_cannot_name_them(tmp_path):

@@ -96,8 +96,6 @@ class CpuDriver:
             return f"backend={ctx.backend.name!r}"
         if (why := reason("compiled call", ctx.subject)) is not None:
             return why
-        if cache.options.stages:
-            return "stages besides those of the policy"
         if any(not isinstance(rows.codec, CODECS) for rows in cache.bounded):
             return "rows of another kind"
         if any(isinstance(rows.codec, GroupedBits) for rows in cache.bounded) and not quantiser.runs():

@@ -32,8 +32,6 @@ def _reason_against(model: PreTrainedModel, cache: BoundedCache) -> str | None:
     """Why this cache cannot be decoded with fixed shapes; None where it can, as far as settings tell."""
     if (why := reason("graph", cache.context.subject)) is not None:
         return why
-    if cache.options.stages:
-        return "stages besides those of the policy"
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "the backbone lies on several devices"
     if weight_bits_of(model) == 8:
