@@ -1,8 +1,8 @@
-"""Last used 2026-11-29, for checkpoints/smollm2-135m-locret/LOG.md.
+"""Last used 2026-11-30, for checkpoints/smollm2-135m-locret/LOG.md.
 
-Four facts in each of six texts, asked of documents that were read once, by policy: rows on stdout.
+Four facts in each text, asked of documents that were read once, by policy: rows on stdout.
 
-    python scripts/research/asked.py TEXT.txt [--ckpt HEADS] [--budget 256] [--tokens 2000] [--policies NAME ...]
+    python scripts/research/asked.py TEXT.txt [--ckpt HEADS] [--budget 256] [--tokens 1950] [--texts 6] [--policies NAME ...]
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ if __name__ == "__main__":
     parser.add_argument("--ckpt", default="checkpoints/smollm2-135m-locret")
     parser.add_argument("--budget", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=1950)
+    parser.add_argument(
+        "--texts", type=int, default=6, help="pieces of the file, each from 9,000 tokens after the one before"
+    )
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     args = parser.parse_args()
     backbone = RetainingHeads.from_pretrained(args.ckpt).config.backbone
     model, tokenizer = load_backbone(backbone, dtype="float32", device="cpu")
     ids = tokenizer(args.text.read_text()).input_ids
-    for number in range(6):
+    for number in range(args.texts):
         draw, start = random.Random(number), 20000 + number * 9000
         lines, wanted = tokenizer.decode(ids[start : start + args.tokens]).split("\n"), []
         for part, (sentence, _) in enumerate(FACTS):
