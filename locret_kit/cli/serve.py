@@ -130,14 +130,13 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     loading.put(make_app(server), server.stop)
     model, _ = chosen.load(args, tokenizer)
     server.defaults = sampling_defaults(args, model.generation_config)
-    settings = args.run.resolved(chosen.published, None).run
     engine = EngineThread(
-        model, tokenizer, settings, chosen.policy, chosen.heads, sessions=args.sessions,
+        model, tokenizer, args.run, chosen.policy, chosen.heads, sessions=args.sessions,
         store=store, policies=policies, shared_prefixes=args.shared_prefixes, thoughts=args.thoughts,
-        document_budget=args.document_budget,
+        document_budget=args.document_budget, published=chosen.published,
     )  # fmt: skip
     spec, dtype = describe(model).spec, str(model.dtype).removeprefix("torch.")
-    largest = Setting(args.max_prompt_tokens, replace(settings, budget=engine.document_budget), dtype=dtype)
+    largest = Setting(args.max_prompt_tokens, engine.settings_for(engine.document_budget), dtype=dtype)
     caches = Caches.of(
         spec, largest, engine.spec.policies,
         args.sessions * (1 + (args.thoughts == "dropped")), args.documents, args.shared_prefixes,  # of each a copy stays

@@ -154,7 +154,7 @@ class CompletionBody(Part):
             sampling=sampling,
             seed=secrets.randbelow(2**32) if self.seed is None or self.seed == -1 else self.seed,
             stops=tuple(filter(None, self.stop)),
-            settings=None if self.budget is None else replace(engine.settings, budget=self.budget),
+            settings=None if self.budget is None else engine.settings_for(self.budget),
             policy=None if self.policy is None else parse_policy(self.policy),
             evidence=self.evidence,
         )

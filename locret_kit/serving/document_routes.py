@@ -7,7 +7,6 @@ import os
 import secrets
 import time
 from array import array
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -117,7 +116,7 @@ async def read_document(
 ) -> None:
     """Convert an upload and read it, among other requests, or load it as the saved cache that it is; a document that is
     deleted meanwhile ends here. ``budget``: its slots; None for those of a session."""
-    settings = engine.settings if budget is None else replace(engine.settings, budget=budget)
+    settings = engine.settings if budget is None else engine.settings_for(budget)
 
     def progress(done: int, total: int) -> None:
         if upload.deleted:

@@ -12,6 +12,7 @@ import threading
 from array import array
 from collections import abc
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,6 +38,7 @@ class EngineThread:
 
     Args:
         settings, policy, heads: of every session, unless a request says otherwise.
+        published: settings that heads were published with, for those that ``settings`` leaves open.
         sessions: caches at once, running and idle. queue: requests that may wait for a cache. piece: see ``Engine``.
         store: saves sessions after each turn; None keeps them in memory alone.
         policies: others that requests and saved caches may have.
@@ -51,14 +53,16 @@ class EngineThread:
         heads: RetainingHeads | None, *,
         sessions: int = 8, queue: int = 64, piece: int = 512, store: Store | None = None, policies: abc.Sequence[Policy] = (),
         shared_prefixes: int = 2, thoughts: Thoughts = "evicted", document_budget: int | None = None,
+        published: abc.Mapping[str, object] | None = None,
     ) -> None:  # fmt: skip
-        resolved = settings.resolved({}, 1)
+        self._asked, self._published = settings, published or {}
+        resolved = settings.resolved(self._published, None)
         self._engine = Engine.shared(model, tokenizer, sessions, piece=piece, chunk=resolved.chunk)
         self.model, self.stop_ids, self.vocabulary = self._engine.model, self._engine.stop, self._engine.vocabulary
-        self.tokenizer, self.settings, self.policy, self.heads = tokenizer, settings, policy, heads
+        self.tokenizer, self.settings, self.policy, self.heads = tokenizer, resolved.run, policy, heads
         self.sessions, self.queue, self.shared_prefixes, self.store = sessions, queue, shared_prefixes, store
         self.thoughts, self.document_budget = thoughts, max(resolved.budget, document_budget or 0)
-        self.spec = SessionSpec(self.model, settings, heads, (policy, *policies), self.document_budget)
+        self.spec = SessionSpec(self.model, self.settings, heads, (policy, *policies), self.document_budget)
         self.counters = Counters()
         if store is not None:
             store.scan(self.spec)
@@ -71,6 +75,10 @@ class EngineThread:
         self.failed = False
         self._thread = threading.Thread(target=self._run, name="locret-engine", daemon=True)
         self._thread.start()
+
+    def settings_for(self, budget: int) -> RunSettings:
+        """Settings of a text with a budget of its own, which stabilizers and tail follow where nobody has set them."""
+        return replace(self._asked, budget=budget).resolved(self._published, None).run
 
     def submit(self, *requests: ServerRequest) -> None:
         """Queue requests: all, or none.

@@ -14,6 +14,7 @@ from read_texts import parts, text_of
 from served import KEYS, SETTINGS, running_engine, serving
 
 from locret_kit import Document
+from locret_kit.settings import RunSettings
 
 
 def test_an_answer_whole_and_streamed(client):
@@ -150,6 +151,24 @@ def test_an_upload_names_its_budget():
         for budget, words in ((161, "budget=161 must be at most 160"), (0, "budget"), ("many", "budget")):
             refused = post(budget=budget)
             assert refused.status_code == 400 and words in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("budget", [16, 48, 160])
+def test_lengths_that_nobody_set_follow_a_budget(budget):
+    """A budget of a request and of an upload is as that of a run: published lengths, here of half the budget, go with it."""
+    text, question = text_of(900), "Who came in?"
+    given = {"settings": RunSettings(chunk=32), "published": {"budget": 96, "stabilizers": 48, "local_len": 20}}
+    with running_engine(**given, document_budget=160) as engine, serving(engine) as url:
+        posted = {"files": {"file": ("a.txt", text)}, "data": {"budget": budget}}
+        made = httpx.post(f"{url}/v1/documents", **posted, headers=bearer()).json()
+        place = f"{url}/v1/documents/{made['id']}"
+        shown = until(lambda: (one := httpx.get(place, headers=bearer()).json())["status"] != "reading" and one)
+        assert shown["status"] == "ready", shown
+        asked = [({"document_id": made["id"]}, user(question))]
+        asked += [({"budget": budget}, user(f"{text}\n\n{question}"))] if budget <= 96 else []
+        said = [chat(url, messages, **more).json()["choices"][0]["message"]["content"] for more, messages in asked]
+    lengths = {"stabilizers": budget // 2, "local_len": min(20, 20 * budget // 96)}
+    assert said == [expected(user(f"{text}\n\n{question}"), budget=budget, **lengths)] * len(asked)
 
 
 def test_what_is_kept_of_a_document_page_by_page(url):

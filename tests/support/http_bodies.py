@@ -33,10 +33,10 @@ def expected(messages, *given, **more) -> str:
     return alone(tokenizer(render_messages(tokenizer, messages)[1], add_special_tokens=False).input_ids, *given, **more)
 
 
-def alone(ids, policy="locret", budget=96, max_new_tokens=8) -> str:
+def alone(ids, policy="locret", budget=96, max_new_tokens=8, **lengths) -> str:
     """The same of token ids."""
     model, tokenizer, heads = parts("llama")
-    settings = RunSettings(**{**vars(SETTINGS), "budget": budget})
+    settings = RunSettings(**{**vars(SETTINGS), "budget": budget, **lengths})
     needed = heads if policy == "locret" else None
     cache = BoundedCache(settings, policy, needed, prompt_length=len(ids))
     return str(Answer(model, tokenizer, ids, cache, max_new_tokens=max_new_tokens))
