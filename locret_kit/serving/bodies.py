@@ -8,6 +8,7 @@ import secrets
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Literal
 
 import regex
@@ -24,7 +25,7 @@ from ..policies.grammar import parse_policy
 from ..text.template import SWITCHES, has_template, render_messages, takes, template_source
 from ..text.tokens import IdStream, TooManyTokens
 from .engine_thread import EngineThread
-from .histories import render, rewritten
+from .histories import asked, render, rewritten
 from .messages import JsonObject, Message, Part, Refused, ResponseFormat, Tool, form, places, refuse, tool_name
 from .request import AnswerSpec, Prompt
 from .state import Server
@@ -306,7 +307,8 @@ class ChatBody(CompletionBody):
         return rewritten(messages, self.tools), []
 
     def rendering(self, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Message], Callable[..., tuple[str, str]]]:
-        """Messages for the chat template, and ``render_messages`` with all that the template takes beside them."""
+        """Messages for the chat template, and ``render_messages`` with all that the template takes beside them, or without
+        where it is ``bare``."""
         messages, tools = self.conversation(tokenizer)
         anthropic = None if self.thinking is None else self.thinking.get("type") != "disabled"
         given = (self.enable_thinking, self.reasoning_effort, anthropic, self.thought_tokens)
@@ -319,11 +321,10 @@ class ChatBody(CompletionBody):
             # A model without thoughts does already what these ask for.
             arguments = {name: value for name, value in arguments.items() if name not in SWITCHES or value is not False}
 
-        def shown(messages: list[Message], about: bool = False) -> tuple[str, str]:
+        def shown(messages: list[Message], about: bool = False, *, bare: bool = False) -> tuple[str, str]:
             turns = [message.rendered() for message in messages]
-            return render_messages(
-                tokenizer, turns, about=about, tools=tools, continued=self.continued, arguments=arguments, by=render
-            )
+            made = partial(render_messages, tokenizer, turns, about=about, continued=self.continued, by=render)
+            return made() if bare else made(tools=tools, arguments=arguments)
 
         return messages, shown
 
@@ -337,9 +338,12 @@ class ChatBody(CompletionBody):
         """
         messages, render = self.rendering(tokenizer)
         if document is not None:
-            before, after = render(asked(messages), about=True)
-            if self.chat_template_kwargs and before != document.text.before:
-                raise ValueError("chat_template_kwargs change the chat template's text before the document")
+            about = partial(render, asked(messages), about=True)
+            # All now: a template may tell the time.
+            (plain, _), (before, after), (again, _) = about(bare=True), about(), about(bare=True)
+            if plain == again != before:
+                said = "tools, or arguments of the chat template, that it shows before the document, which was read without"
+                raise ValueError(f"document_id does not go with {said}")
             text = document.text.copy()
             text.stream.max_tokens = max_tokens
             return [text.ids_before(after)]
@@ -397,19 +401,6 @@ def thought_of(message: Message, form: AnswerForm) -> Message:
         return message
     thought = f"{message.reasoning_content or ''}{found['thought']}"
     return message.model_copy(update={"content": found["text"] or "", "reasoning_content": thought})
-
-
-def asked(messages: list[Message]) -> list[Message]:
-    """Messages about a document, starting with a user's. System messages before it are merged into it.
-
-    Raises:
-        ValueError: an answer or a tool's result comes first.
-    """
-    first = next((at for at, message in enumerate(messages) if message.role != "system"), len(messages))
-    if first == len(messages) or messages[first].role != "user":
-        raise ValueError("with document_id, the first message beside system ones must be a user's")
-    content = "\n\n".join(filter(None, (message.content for message in messages[: first + 1])))
-    return [Message(role="user", content=content), *messages[first + 1 :]]
 
 
 Ids = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]

@@ -342,3 +342,16 @@ def rewritten(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Messag
         before = f"{made.pop(0).content}\n\n" if made and made[0].role == "system" else ""
         made.insert(0, Message(role="system", content=before + WORDS.format(tools="\n".join(lines))))
     return made
+
+
+def asked(messages: Sequence[Message]) -> list[Message]:
+    """Messages about a document, starting with a user's. System messages before it are merged into it.
+
+    Raises:
+        ValueError: an answer or a tool's result comes first.
+    """
+    first = next((at for at, message in enumerate(messages) if message.role != "system"), len(messages))
+    if first == len(messages) or messages[first].role != "user":
+        raise ValueError("with document_id, the first message beside system ones must be a user's")
+    content = "\n\n".join(filter(None, (message.content for message in messages[: first + 1])))
+    return [Message(role="user", content=content), *messages[first + 1 :]]

@@ -9,9 +9,10 @@ from dataclasses import replace
 import httpx
 import pytest
 import torch
-from http_bodies import NOW, bearer, chat, deleted, expected, sent, until, uploaded, user
+from http_bodies import CHAT_TOOL, NOW, bearer, chat, deleted, expected, sent, until, uploaded, user
 from read_texts import parts, text_of
 from served import LIMITS, held, serving
+from tiny_tokenizer import TEMPLATE, TEXT, byte_level, chatting
 
 from locret_kit.backbones.intercept import attached
 from locret_kit.cli.serve import sampling_defaults
@@ -206,6 +207,33 @@ def test_a_clock_in_the_template(engine):
         assert encode_chat(tokenizer, [*user("a"), {"role": "assistant", "content": "b"}]).answers
     finally:
         tokenizer.chat_template = plain
+
+
+@pytest.mark.parametrize(
+    "fields, refused",
+    [
+        ({"tools": [CHAT_TOOL]}, True), ({"tools": [CHAT_TOOL], "tool_choice": "none"}, False),
+        ({"reasoning_effort": "high"}, True), ({"chat_template_kwargs": {"style": "brief"}}, False), ({}, False),
+    ],
+)  # fmt: skip
+def test_what_a_template_shows_before_a_document(fields, refused):
+    """A document was read without that: it would have no effect. The day, which is another one now, is no such thing."""
+    from locret_kit.documents.document_text import DocumentText
+
+    shown = "{{ tools | tojson if tools }}{{ reasoning_effort }}" + TEMPLATE + "{{ style }}"
+    tokenizer = chatting(byte_level([TEXT], 400), f"Monday\n{shown}")
+    document = DocumentText.of(tokenizer, "The harbour was quiet.", True)
+    tokenizer.chat_template = f"Tuesday\n{shown}"
+    body = ChatBody.model_validate({"messages": user("Who?"), **fields})
+    about = type("Read", (), {"text": document})()
+    if refused:
+        with pytest.raises(ValueError, match="document_id does not go with tools, or arguments"):
+            body.ids(tokenizer, about)
+        return
+    prompt = tokenizer.decode(body.ids(tokenizer, about)[0])
+    assert prompt.startswith("Monday") and prompt.endswith(
+        "brief" if "chat_template_kwargs" in fields else "assistant\n"
+    )
 
 
 # ---- information -------------------------------------------------------------------------------------------------------
