@@ -305,13 +305,12 @@ class Admission:
             self._enter(request, partial(self._make_cache, request, prefix), seen)
 
     def _read_prefix(self, request: ServerRequest, key: tuple[str, str], tokens: int) -> SharedPrefix:
-        """Start to read a shared prefix, in place of the least recently used one."""
-        # First: where it raises, nobody waits for what is never read.
+        """Start to read a shared prefix, in place of the least recently used one. Where that raises, nobody waits for it."""
         cache = self._spec.cache(tokens + self._tail + 1)
         if len(self.prefixes) >= self.max_prefixes:
             oldest = next(one for one, prefix in self.prefixes.items() if not prefix.reading)
             self.prefixes.pop(oldest).cache = None  # answers that came from it hold it too
-        prefix = self.prefixes[key] = SharedPrefix(self._spec.cache)
+        prefix = SharedPrefix(self._spec.cache)
 
         def read() -> None:
             if reader.sequence is not None and reader.sequence.finish_reason is not None:
@@ -321,8 +320,8 @@ class Admission:
         reader = ServerRequest(
             Prompt(request.prompt.ids[:tokens]), owner=request.owner, purpose="prefix", on_change=read, cache=cache
         )
-        request.prefix_read = tokens
         self._enter(reader, lambda: cache, 0)
+        request.prefix_read, self.prefixes[key] = tokens, prefix
         return prefix
 
     @property

@@ -223,6 +223,14 @@ def test_a_beginning_that_cannot_be_begun_ends_one_request(engine, monkeypatch):
     assert cached == [0, 200 - SETTINGS.local_len]
 
 
+def test_a_beginning_that_the_model_cannot_read_ends_one_request_after_another(engine):
+    """None waits for it: its first token has no row in the embedding."""
+    for seed in (15, 16):
+        with pytest.raises(AssertionError, match="must be from 0 to 399"):
+            ask(engine, "anna", array("i", [400]) + random_ids(200, 11) + random_ids(20, seed), shared_tokens=200)
+    assert engine.figures["requests_waiting"] == 0
+
+
 def test_system_prompts_over_http(url):
     system, cached = {"role": "system", "content": text_of(120, 3)}, []
     for seed in range(3):
