@@ -6,11 +6,11 @@ from __future__ import annotations
 import secrets
 import threading
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ..documents.document_text import hash_ids
@@ -98,16 +98,26 @@ class Sessions:
 
     def park(self, request: ServerRequest, cache: BoundedCache, read: Iterable[tuple[array[int], int]]) -> None:
         """Have a request's cache, which has ``read`` this, see there, wait for the next turn, and write its file."""
-        known = request.lookup.name
-        name = known if known and known not in self.parked else f"session_{secrets.token_hex(16)}"
-        key = partial(PrefixKey, name, request.owner, request.document_id)
-        keys = {key(len(ids), hash_ids(ids), skipped) for ids, skipped in read}
+        known, unnamed = request.lookup.name, partial(PrefixKey, "", request.owner, request.document_id)
+        keys = {unnamed(len(ids), hash_ids(ids), skipped) for ids, skipped in read}
+        fresh = known if known and known not in self.parked else f"session_{secrets.token_hex(16)}"
+        name = next((name for name, held in self._held(request.owner).items() if held == keys), fresh)
         exact = cache is request.cache and not request.lookup.skipped
         whole = request.prompt.hash(len(request.prompt.ids)) if exact else ""
-        parked = ParkedSession(tuple(keys), cache, whole, settled=self.store is None)
-        self.parked[name] = parked
+        named = tuple(replace(key, name=name) for key in keys)
+        parked = self.parked[name] = ParkedSession(named, cache, whole, settled=self.store is None)
+        self.parked.move_to_end(name)
         if self.store is not None:
             self.write(self._save, parked, self.store)
+
+    def _held(self, owner: str) -> dict[str, set[PrefixKey]]:
+        """What sessions have read, by their names. One that has read the same as a new one gives its place: a prompt that comes
+        again and again would push out all others."""
+        held = defaultdict[str, set[PrefixKey]](set)
+        kept = [] if self.store is None else self.store.sessions(owner)
+        for key in (*(key for parked in self.parked.values() for key in parked.keys), *kept):
+            held[key.name].add(replace(key, name=""))
+        return held
 
     def load(self, request: ServerRequest, key: PrefixKey) -> None:
         """Read a request's session from its file; ``loading`` ends with it, ``cache`` stays None where it cannot be read."""

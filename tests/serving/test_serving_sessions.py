@@ -81,6 +81,24 @@ def next_turn(said: list, number: int) -> array[int]:
     return random_ids(60 + 90 * number, number) + array("i", said[number][0]) + random_ids(30, number)
 
 
+@pytest.mark.parametrize("length", [60, 300])
+def test_a_prompt_that_comes_again_and_again_has_one_session(tmp_path, length):
+    """In memory and on disk, also where its answer cannot be taken back; a probe would push out all others."""
+    probe = random_ids(length, 1)
+    with engine_with(tmp_path, sessions=3) as engine:
+        first = ask(engine, ANNA, random_ids(60, 2))
+        answers = {tuple(ask(engine, ANNA, probe, tokens=40).sequence.tokens) for _ in range(4)}
+        saved(engine)
+        assert engine.figures["sessions_idle"] == 2 and len([*tmp_path.rglob("*.locret")]) == 2
+    with engine_with(tmp_path, sessions=3) as engine:
+        answers |= {tuple(ask(engine, ANNA, probe, tokens=40).sequence.tokens)}
+        saved(engine)
+        (answer,) = answers
+        assert len([*tmp_path.rglob("*.locret")]) == 2
+        for ids, said in ((random_ids(60, 2), first.sequence.tokens), (probe, answer)):
+            assert ask(engine, ANNA, ids + array("i", said) + random_ids(9, 3)).cached_tokens >= len(ids)
+
+
 def test_nobody_goes_on_from_the_session_of_another(tmp_path, undisturbed):
     with engine_with(tmp_path, sessions=1) as engine:
         said = talk(engine, 2, 1)
