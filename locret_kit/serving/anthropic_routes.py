@@ -168,6 +168,7 @@ def add_anthropic(app: FastAPI, server: Server) -> None:
         return MessageReply(server, body, await begin(server, request, body))
 
     @app.post(f"{ANTHROPIC}/count_tokens")
-    def count(body: CountBody) -> dict[str, int]:
-        (ids,) = body.ids(server.ready().tokenizer, None, MAX_TOKENS)
+    def count(body: CountBody, request: Request) -> dict[str, int]:
+        document = server.document_of(request, body.document_id)
+        (ids,) = body.ids(server.ready().tokenizer, document, MAX_TOKENS)
         return {"input_tokens": len(ids)}

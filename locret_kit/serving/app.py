@@ -69,13 +69,13 @@ def add_information(app: FastAPI, server: Server) -> None:
             raise HTTPException(404, f"model {name[:64]!r} is not here: {server.name} is")
         return model()
 
-    def tokenize(body: Tokenize) -> Response:
+    def tokenize(body: Tokenize, request: Request) -> Response:
         tokenizer, length = server.ready().tokenizer, server.limits.prompt_tokens
         max_tokens = length if body.with_pieces else MAX_TOKENS
         try:
             if body.messages is not None:
                 chat = checked(ChatBody, {**(body.model_extra or {}), "messages": body.messages})
-                (ids,) = chat.ids(tokenizer, None, max_tokens)
+                (ids,) = chat.ids(tokenizer, server.document_of(request, chat.document_id), max_tokens)
             else:
                 if body.text is None:
                     raise HTTPException(400, "content (or prompt, or messages) is missing")

@@ -161,7 +161,7 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
         HTTPException, ValueError: the request is refused. Busy, Stopping: see ``EngineThread.submit``.
     """
     engine, owner, document_id = server.ready(), server.owner(request), body.document_id
-    document = None if document_id is None else server.ready_document(owner, document_id)
+    document = server.document_of(request, document_id)
     form, spec = body.marks(engine.tokenizer), body.resolve(server, document)
     prompts = await asyncio.to_thread(prompts_of, body, engine, document, server.limits.prompt_tokens)
     constrain, reader = await asyncio.to_thread(form_of_answer, engine, body, form, prompts[0].opened)

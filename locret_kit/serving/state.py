@@ -227,6 +227,10 @@ class Server:
             self.engine.store.used(name)
         return upload.document
 
+    def document_of(self, request: Request, name: str | None) -> Document | None:
+        """The document that a request is about; None for none. Errors as ``ready_document``."""
+        return None if name is None else self.ready_document(self.owner(request), name)
+
     @property
     def places(self) -> int:
         """Documents that have a place: all but those that failed."""

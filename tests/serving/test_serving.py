@@ -104,6 +104,11 @@ def test_a_document_is_read_once_and_belongs_to_its_owner(url):
     for call in (httpx.get, httpx.delete):
         assert call(f"{url}/v1/documents/{made['id']}", headers=other).status_code == 404
     body = {"messages": user("Who?"), "document_id": made["id"]}
+    asked = httpx.post(f"{url}/v1/messages", json=body | {"max_tokens": 4}, headers=bearer()).json()["usage"]
+    for path, count in (("v1/messages/count_tokens", "input_tokens"), ("tokenize", "count")):
+        known = httpx.post(f"{url}/{path}", json=body, headers=bearer()).json()[count]
+        assert known == asked["input_tokens"] + asked["cache_read_input_tokens"] > 500
+        assert httpx.post(f"{url}/{path}", json=body, headers=other).status_code == 404
     for name, value in (("budget", 48), ("policy", "h2o")):
         refused = httpx.post(f"{url}/v1/chat/completions", json=body | {name: value}, headers=bearer()).json()["error"]
         assert refused["param"] == name and f"{name} has no effect with document_id" in refused["message"]
