@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 import socket
 import sys
@@ -51,6 +52,11 @@ def hosts_of(args: ServeOptions) -> frozenset[str]:
             raise ValueError(f"{option}={given!r} must be a name or an address, such as example.org")
         names.add(name)
     return frozenset(names)
+
+
+def last_part(name: str) -> str:
+    """The last part of a repository's name or of a folder's path, which may be ``.``."""
+    return os.path.basename(os.path.abspath(name))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -116,7 +122,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     policies = [parse_policy(name) for name in args.policies]
     chosen = resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args)
     refuse_unbounded(chosen.policy, *policies)
-    name = args.model_name or Path(args.ckpt or chosen.backbone).name
+    name = args.model_name or last_part(args.ckpt or chosen.backbone)
     limits = Limits(
         args.max_prompt_tokens, args.max_answer_tokens, documents=args.documents, strict=args.strict_max_tokens
     )

@@ -16,7 +16,7 @@ from tiny_tokenizer import TEXT, save_tiny_backbone
 
 from locret_kit import BoundedCache
 from locret_kit.backbones.load import load_backbone
-from locret_kit.cli.serve import main
+from locret_kit.cli.serve import last_part, main
 from locret_kit.heads import RetainingHeads
 from locret_kit.policies.registry import UNTRAINED
 from locret_kit.runtime.session import Answer
@@ -156,6 +156,13 @@ def test_answers_that_run_are_finished_before_it_stops(commands, files, keyed, u
         assert command.process.returncode == 130 and said.endswith("\nlocret-serve: stopped\n")
     else:
         assert command.process.returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("given", [".", "../mine", "user/mine", "{}/mine/"])
+def test_a_model_has_the_last_part_of_its_name(tmp_path, monkeypatch, given):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    assert last_part(given.format(tmp_path)) == "mine"
 
 
 def test_errors_are_one_line(files, tmp_path, capsys):
