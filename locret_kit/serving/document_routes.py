@@ -57,8 +57,10 @@ def add_documents(app: FastAPI, server: Server) -> None:
             raise HTTPException(507) from error
         if server.places >= server.limits.documents:  # after the last await: two uploads cannot both pass
             mine = next((one["title"] for one in server.listed(owner) if "error" not in one), None)
-            said = f"delete one first, such as {mine!r}" if mine else "all of other API keys"
+            others = "all of other API keys, or deleted while they are read"
+            said = f"delete one first, such as {mine!r}" if mine else others
             said = f"{server.places} documents are held already, documents={server.limits.documents} at most: {said}"
+            said = said if server.limits.documents else "documents=0: the server takes none"
             raise Refused(429, said, headers={"x-should-retry": "false"})  # none leaves by itself
         # A form may name a charset that gives halves of surrogate pairs.
         title = (file.filename or "document")[:200].encode("utf-8", "replace").decode()

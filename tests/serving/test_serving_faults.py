@@ -27,7 +27,7 @@ from http_bodies import KEYS, bearer, chat, deleted, expected, sent, until, uplo
 from made_documents import drawn
 from planted_files import plant
 from read_texts import text_of
-from served import listening, new_engine, new_request, running_engine
+from served import held, listening, new_engine, new_request, running_engine
 
 from locret_kit.runtime import engine as loop
 from locret_kit.serving import document_routes, state
@@ -257,6 +257,21 @@ def test_uploads_at_once_never_pass_the_limit(url, server):
     for answer in answers:
         if answer.status_code == 429:
             assert "retry-after" not in answer.headers and "documents=3 at most: delete one" in answer.text
+    emptied(url, server)
+
+
+@pytest.mark.parametrize(
+    ("documents", "says"), [(0, "documents=0: the server takes none"), (1, "or deleted while they are read")]
+)
+def test_an_upload_that_nobody_can_make_room_for(url, engine, server, monkeypatch, documents, says):
+    monkeypatch.setattr(server, "limits", replace(LIMITS, documents=documents))
+    with held(engine, 1):
+        if documents:
+            first = upload(url, "a.txt", text_of(300).encode()).json()
+            until(lambda: httpx.get(f"{url}/v1/documents/{first['id']}", headers=bearer()).json().get("read_tokens"))
+            assert deleted(url, first)
+        refused = upload(url, "b.txt", b"The harbour.")
+    assert refused.status_code == 429 and refused.json()["error"]["message"].endswith(says)
     emptied(url, server)
 
 
