@@ -1,7 +1,8 @@
 """Overlap of texts, counted in 13-grams of words.
 
 Words are separated by white space, lower-cased and stripped of punctuation; punctuation alone is no word. A gram is
-13 words in a row. Source: GPT-3, arXiv 2005.14165, appendix C.
+13 words in a row. Source: GPT-3, arXiv 2005.14165, appendix C. In scripts without blanks between words, such as Chinese,
+each character is a word.
 """
 
 import re
@@ -14,7 +15,12 @@ from numpy.typing import NDArray
 
 N = 13
 """Words of a gram."""
-_RAW = re.compile(r"\S+")
+_UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+    "\U00020000-\U0003ffff"
+)
+"""Characters of scripts without blanks between words: Thai, Lao, Burmese, Khmer, Japanese and Chinese."""
+_RAW = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
 _PUNCTUATION = re.compile(r"[\W_]+")
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 PROBES, PROBE = 32, 400

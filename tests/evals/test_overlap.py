@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from word_grams import grams, words
@@ -48,6 +51,23 @@ def test_copies_share_more_than_half():
     short = overlap.union([overlap.grams("What is it?")])
     assert overlap.is_copy("what is IT", short) and not overlap.is_copy("What is he?", short)
     assert not overlap.is_copy(" -- ", short)
+
+
+@pytest.mark.parametrize("length", [60, 3000, 20_000])
+@pytest.mark.parametrize("first", [0x4E00, 0x0E01, 0x1000, 0x30A1], ids=["Chinese", "Thai", "Burmese", "Japanese"])
+def test_copies_in_scripts_without_blanks_between_words(first, length):
+    """The same document under another question is a copy, and another document is none; what is left has no gram of it."""
+
+    def document(seed: int) -> str:
+        draw = random.Random(seed)
+        return "".join(chr(first + draw.randrange(40)) + "。" * (i % 20 == 19) for i in range(length))
+
+    book, other = document(0), document(1)
+    known = overlap.union([overlap.grams(f"{book}\n谁来了。")])
+    assert overlap.is_copy(f"{book}\n什么时候。", known)
+    assert not overlap.is_copy(f"{other}\n谁来了。", known)
+    assert overlap.without(f"{other}\n{book}", overlap.union([overlap.grams(book)])).startswith(other)
+    assert not overlap.among(overlap.grams(overlap.without(f"{other}\n{book}", known)), known).any()
 
 
 def test_punctuation_is_no_word_and_hides_none():
