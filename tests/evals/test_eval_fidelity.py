@@ -10,6 +10,7 @@ import forked
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from real_templates import real_tokenizer
 from tiny_models import tiny_model
 from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
 
@@ -18,10 +19,13 @@ from locret_kit.cli.eval import main
 from locret_kit.documents.kept import Kept
 from locret_kit.evals.engine import Setup, Variant
 from locret_kit.evals.engine.harness import LocretLM, sampling_of
-from locret_kit.evals.engine.measure import Forced, nll_reading
+from locret_kit.evals.engine.measure import Forced, continuation_ids, nll_reading
+from locret_kit.evals.tasks import find_tasks
+from locret_kit.evals.tasks.task import Example
 from locret_kit.runtime import sequence
 from locret_kit.runtime.session import Sampling
 from locret_kit.settings import RunSettings
+from locret_kit.text.tokens import stream_ids
 
 IDS = torch.randint(5, 97, (150,), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -70,6 +74,17 @@ def test_agreement_counts_the_tokens_that_would_have_been_chosen(model, setup):
     scores = forced_scores(setup, ids[:60], cache("full", 60), ids[60:])
     assert scores["agreement"] == 8 / 12
     assert math.isclose(scores["nll"], sum(reference(model, ids)[59:]) / 12, rel_tol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["smollm2", "mistral"])
+def test_a_continuation_has_the_tokens_of_the_whole_text(family):
+    """A vocabulary of SentencePiece puts a blank before a text: a continuation by itself would begin with another word."""
+    tokenizer = real_tokenizer(family)
+    (task,) = find_tasks(["perplexity"])
+    for sample in range(4):
+        made = Example(task, tokenizer, 300, sample).made()
+        whole = stream_ids(tokenizer, [made.prompt + made.continuation], special=made.special)
+        assert made.error is None and [*made.ids, *continuation_ids(made)] == [*whole]
 
 
 @pytest.mark.parametrize("pieces", [256, 7])

@@ -325,13 +325,21 @@ def _score_likelihood(setup: Setup, example: Example, cache: BoundedCache) -> tu
     """The likelihood of the continuation, or of the prompt's second half."""
     kind, ids = example.task.kind, example.ids
     if kind == "nll":
-        forced = Forced(stream_ids(setup.tokenizer, [example.continuation]))
+        forced = Forced(continuation_ids(example))
         answer = forced.answer(setup, ids, cache)
         nll, tokens = forced.scores()["nll"], forced.tokens
     else:
         tokens = len(ids) - len(ids) // 2
         nll, answer = nll_reading(setup, cache, ids, len(ids) // 2)
     return {"score": nll, "metric": kind, "scores": {kind: nll}, "new_tokens": tokens}, answer
+
+
+def continuation_ids(example: Example) -> array[int]:
+    """Token ids of the continuation behind its prompt, which some tokenizers begin with a blank where it stands alone."""
+    ids, whole = example.ids, [example.prompt, example.continuation]
+    both = stream_ids(example.tokenizer, whole, special=example.special)
+    # Of a tokenizer that ends a text with a token of its own, or whose tokens reach across the border, those of the text alone.
+    return both[len(ids) :] if both[: len(ids)] == ids else stream_ids(example.tokenizer, whole[1:])
 
 
 def store_kept(out: Path, key: Key, cache: BoundedCache, ids: array[int]) -> str:
