@@ -111,6 +111,20 @@ def test_a_rerun_with_other_answers_is_refused(heads, tmp_path, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_a_rerun_with_another_question_is_refused(heads, tmp_path, capsys):
+    """Whichever it is, and though no row is missing: the table would show the answers to the questions before."""
+    file, out = tmp_path / "mine.jsonl", tmp_path / "run"
+    given = words(heads, out, tasks=f"[{file}]", policies="[full]", samples=3)
+    for names in (("Ann", "Ben", "Cid"), ("Ann", "Ben", "Dan")):
+        records = [{"context": "A text.", "question": f"Who is {name}?", "answer": "A baker."} for name in names]
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+        capsys.readouterr()
+        assert main(given) == (names[-1] == "Dan")
+    assert "task=mine.jsonl, haystack=-, length=240, sample=2: the prompt differs from that of the rows" in (
+        capsys.readouterr().err
+    )
+
+
 def test_kill_and_rerun_gives_the_same_summary(finished, heads, tmp_path, monkeypatch):
     """Killed (SIGKILL) after some rows, with half a line left behind."""
     out = tmp_path / "run"
@@ -370,6 +384,24 @@ def test_changed_data_are_noticed(heads, tmp_path, capsys):
         capsys.readouterr()
         assert main(words(heads, out, samples=samples, **more)) == 1
         assert "sample=0: the prompt differs from that of the rows" in capsys.readouterr().err
+    assert len(lines(out)) == 1
+
+
+def test_a_change_far_from_the_first_prompt_is_noticed(heads, tmp_path, capsys):
+    """Before any row is written, which no table could hold beside the others."""
+    text, out = tmp_path / "text.txt", tmp_path / "run"
+    more = {"haystacks": f"[{text}]", "tasks": "[perplexity_prefill]", "policies": "[streaming]", "budgets": "[32]"}
+    pages = [f"Page {n} tells of the harbour and of {n} boats that came in before noon." for n in range(400)]
+    text.write_text("\n".join(pages))
+    assert main(words(heads, out, samples=1, **more)) == 0
+    for n in (0, 399):  # at least one of both is not in the prompt, of some ten lines
+        changed = [*pages]
+        changed[n] = changed[n].replace("noon", "dawn")
+        text.write_text("\n".join(changed))
+        _text.cache_clear()
+        capsys.readouterr()
+        assert main(words(heads, out, samples=2, **more)) == 1
+        assert " differs from that of the rows" in capsys.readouterr().err
     assert len(lines(out)) == 1
 
 

@@ -121,10 +121,11 @@ def check(run: Run) -> None:
 
 def check_prompts(run: Run) -> dict[Key, str]:
     """Hashes of the prompts of the folder's rows, by task, haystack, length and number. One prompt of each task,
-    haystack and length is rebuilt and compared, and every expected answer of a file of questions.
+    haystack and length is rebuilt and compared, with the haystack's hash, and every prompt and expected answer of a file of
+    questions.
 
     Raises:
-        ValueError: a prompt or an answer differs, because data or tokenizer have changed; names it.
+        ValueError: a prompt, an answer or a haystack differs, because data or tokenizer have changed; names it.
     """
     rows = finished(run).values()
     hashes = {(*row.key[:3], row.sample): row.prompt_hash for row in rows if row.prompt_hash}
@@ -137,9 +138,14 @@ def check_prompts(run: Run) -> dict[Key, str]:
     compared: set[Key] = set()
     for example in run.examples():
         column = (example.task.name, example.task.haystack, example.length)
-        if column not in compared and (*column, example.sample) in hashes:
+        if (example.task.answers or column not in compared) and (*column, example.sample) in hashes:
             compared.add(column)
             _checked(example.made(), hashes)
+    texts = {(task.name, task.haystack, length): task.text_hash for task in run.tasks for length in run.lengths}
+    for row in rows:
+        if row.text_hash and row.error is None and texts.get(row.key[:3], row.text_hash) != row.text_hash:
+            said = f"task={row.task}, haystack={row.haystack}: the text differs from that of the rows"
+            raise ValueError(f"{said}: choose another out")
     return hashes
 
 
