@@ -372,6 +372,21 @@ def test_a_folder_knows_its_heads_by_their_weights(heads, tmp_path, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_heads_of_which_no_row_was_written_may_change(heads, tmp_path):
+    """They were named for the policies without heads, or the run was stopped before theirs."""
+    out, mine = tmp_path / "run", tmp_path / "mine"
+    few = {"tasks": "[perplexity_prefill]", "budgets": "[32]", "samples": 1}
+    changed = RetainingHeads.from_pretrained(heads)
+    changed.save_pretrained(mine)
+    assert main(words(mine, out, policies="[full]", **few)) == 0
+    changed.layers[0].fc1.weight.data[0, 0] += 1
+    changed.save_pretrained(mine)
+    assert main(words(mine, out, policies="[full,locret]", **few)) == 0
+    assert {row.heads: row.heads_hash for row in read_rows(out)} == {
+        "-": "", "mine": weights_hash(RetainingHeads.from_pretrained(mine)),
+    }  # fmt: skip
+
+
 def test_changed_data_are_noticed(heads, tmp_path, capsys):
     """With rows missing and without."""
     text, out = tmp_path / "text.txt", tmp_path / "run"
