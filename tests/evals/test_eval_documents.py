@@ -194,6 +194,18 @@ def test_a_file_of_questions_is_a_task(tmp_path):
     assert [task.name for task in find_tasks([f"agreement:{path}", path])] == ["agreement:mine.jsonl", "mine.jsonl"]
 
 
+def test_the_path_of_a_file_of_questions_may_have_colons(tmp_path):
+    folder = tmp_path / "2026-11-30T10:15"
+    folder.mkdir()
+    write(folder, "mine", {"context": "c", "question": "q", "answer": "a"})
+    path = str(folder / "mine.jsonl")
+    assert [task.name for task in find_tasks([path, f"fidelity:{path}"])] == ["mine.jsonl", "fidelity:mine.jsonl"]
+    assert row_names(path) == ["mine.jsonl"]
+    for name in (f"fidelty:{path}", "fidelty:passkey", ":passkey"):
+        with pytest.raises(ValueError, match="prefix='(fidelty)?' is unknown"):
+            find_tasks([name])
+
+
 def test_a_conversation_that_ends_with_a_question_is_asked_its_last_answered_one(tmp_path):
     turns = [("user", f"{BOOK}\n\nWho?"), ("assistant", "Ann."), ("user", "Thanks. When?")]
     write(tmp_path, "mine", {"messages": [{"role": role, "content": content} for role, content in turns]})

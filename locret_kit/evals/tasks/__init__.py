@@ -190,16 +190,28 @@ def groups() -> dict[str, list[str]]:
     return {"ruler": [name for name in names if name.startswith("ruler.")], **documents, **averages()}
 
 
+def prefix_of(name: str) -> tuple[str, str]:
+    """The prefix of a task's name, '' without one, and the rest. The path of a file of records may have colons.
+
+    >>> prefix_of("fidelity:passkey"), prefix_of("passkey")
+    (('fidelity', 'passkey'), ('', 'passkey'))
+    """
+    prefix, colon, plain = name.partition(":")
+    whole = not colon or (prefix not in AGAINST_FULL and is_file_of_records(name) and Path(name).exists())
+    return ("", name) if whole else (prefix, plain)
+
+
 def row_names(name: str) -> list[str]:
     """The names that rows give to a task, or to those of a group: aliases resolved, the prefix kept.
 
     >>> row_names("fidelity:passkey")
     ['fidelity:R.PassKey']
     """
-    prefix, colon, plain = name.rpartition(":")
+    prefix, plain = prefix_of(name)
+    before = f"{prefix}:" if prefix else ""
     if is_file_of_records(plain):
-        return [prefix + colon + haystack_name(plain)]
-    return [prefix + colon + ALIASES.get(member, member) for member in groups().get(plain, [plain])]
+        return [before + haystack_name(plain)]
+    return [before + ALIASES.get(member, member) for member in groups().get(plain, [plain])]
 
 
 def haystack_name(haystack: str) -> str:
@@ -234,7 +246,7 @@ def find_tasks(
         ValueError: an unknown task, with the nearest name; or two haystacks or files with one name. FileNotFoundError:
             a haystack, a file or a data set is missing.
     """
-    files = [plain for name in names if is_file_of_records(plain := name.rpartition(":")[2])]
+    files = [plain for name in names if is_file_of_records(plain := prefix_of(name)[1])]
     if metric != "contains" and not files:
         raise ValueError(f"metric={metric} is for files of questions, and tasks={','.join(names)} has none")
     for what, places in (("haystacks", haystacks), ("tasks", files)):
@@ -245,12 +257,12 @@ def find_tasks(
                 raise ValueError(f"{what}={one} and {place} {said}")
     tasks: dict[tuple[str, str], Task] = {}
     for name in names:
-        prefix, colon, _ = name.rpartition(":")
-        if colon:
+        prefix, plain = prefix_of(name)
+        if prefix or plain != name:
             check_name(f"task={name!r}: prefix", prefix, AGAINST_FULL)
-        for full in [name] if is_file_of_records(name) else row_names(name):
-            for task in _tasks_of(full.rpartition(":")[2], haystacks, data, samples, metric):
-                task = against_full(task, prefix) if colon else task
+        for one in [plain] if is_file_of_records(plain) else row_names(plain):
+            for task in _tasks_of(one, haystacks, data, samples, metric):
+                task = against_full(task, prefix) if prefix else task
                 tasks[task.name, task.haystack] = task
     return list(tasks.values())
 
