@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..naming import check_name, install_line
+from ..samples.overlap import UNSPACED
 
 if TYPE_CHECKING:
     from rouge_score.rouge_scorer import RougeScorer
@@ -275,7 +276,7 @@ def qa_f1(output: str, answer: Answer, extra: Extra) -> Scores:
 
 def contains(output: str, answer: Answer, extra: Extra) -> Scores:
     """Whether an accepted answer stands in the output, and the best word F1; whole words, after SQuAD's normalisation."""
-    letter = r"[^\W\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]"  # of scripts that put spaces between words
+    letter = rf"[^\W{UNSPACED}]"  # of scripts that put spaces between words
 
     def stands(output: str, answer: str) -> bool:
         if normalize(answer):  # else an article or a sign alone, such as the option A

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 N = 13
 """Words of a gram."""
-_UNSPACED = (
+UNSPACED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
     "\U00020000-\U0003ffff"
 )
 """Characters of scripts without blanks between words: Thai, Lao, Burmese, Khmer, Japanese and Chinese."""
-_RAW = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
+_RAW = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
 _PUNCTUATION = re.compile(r"[\W_]+")
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 PROBES, PROBE = 32, 400

@@ -31,6 +31,7 @@ CASES = [
     ("contains", "A HOUSE\nby the lake", ["the house by a lake"], 1),
     ("contains", "Das Häuschen.", ["Haus", "chen"], 0),
     ("contains", "答案是北京。", ["北京"], 1),
+    ("contains", "အဖြေမှာရန်ကုန်ဖြစ်သည်", ["ရန်ကုန်"], 1),
     ("contains", "Это который?", ["кот"], 0),
     ("contains", "anything", ["the", "?", ""], 0),
     ("contains", "The answer is (A).", ["A"], 1),  # an article and a sign are all that there is of an answer
