@@ -120,7 +120,7 @@ def _call(text: str, kind: str, known: Mapping[str, E]) -> tuple[E, dict[str, ob
     given: dict[str, object] = {}
     for i, item in enumerate(split_outside(inside or "", ",")):
         key, eq, value = item.partition("=")
-        if not eq or "(" in key:
+        if not (eq and re.fullmatch(r"\s*[\w-]+\s*", key)):  # such as a path with = in it
             if i >= len(there):
                 raise ValueError(f"{kind}={name}({inside}) takes {len(there)} parameters")
             key, value = list(there)[i], item

@@ -232,3 +232,9 @@ def test_errors_say_what_there_is(text, said):
     with pytest.raises(ValueError) as caught:
         parse_policy(text)
     assert said in str(caught.value)
+
+
+def test_a_path_in_brackets_may_have_an_equals_sign():
+    with pytest.raises(FileNotFoundError, match=r"pool='runs/lr=0\.1/pool' holds no pool"):
+        parse_policy("h2o merge=lococo(runs/lr=0.1/pool)")
+    assert parse_policy("kvcrush(h2o merge=nearest)").merge == parse_policy("h2o merge=nearest").merge
