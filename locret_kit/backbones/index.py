@@ -90,8 +90,11 @@ def say(text: str) -> None:
 
 
 def cache_folder() -> Path:
-    """Folder of fetched models in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "locret_kit"
+    """Folder of fetched models in the user's cache. Raises OSError for a user without a home folder, as in some containers."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "locret_kit"
+    except RuntimeError as error:
+        raise OSError("this user has no home folder for downloads: set HOME or XDG_CACHE_HOME to a folder") from error
 
 
 def fetch(file: IndexedFile, to: Path) -> Path:

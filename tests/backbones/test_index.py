@@ -187,3 +187,15 @@ def test_heads_that_ship_are_found_by_the_models_name(recorded, tmp_path, monkey
         other = loading.resolve_choice(None, "lab/Tiny-Base", None, None)
         assert (other.heads, other.policy.name) == (None, UNTRAINED[0])
         (tmp_path / "checkpoints").rename(tmp_path / "gone") if place.startswith("ch") else None
+
+
+def test_a_user_without_a_home_folder_is_told_so(monkeypatch):
+    """As in a container whose user has no entry in its list of users."""
+
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    with pytest.raises(OSError, match="no home folder for downloads: set HOME or XDG_CACHE_HOME"):
+        gguf.pull_gguf("Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF:Q4_K_M")
