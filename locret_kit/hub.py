@@ -49,7 +49,7 @@ def pull(
 ) -> list[Path]:
     """Local paths of the repository's files that ``choose`` selects by name, all from one commit.
 
-    If the Hub cannot be reached, files from the local cache are used.
+    If the Hub cannot be reached, or is out of order or busy, files from the local cache are used.
 
     Raises:
         FileNotFoundError: the files are not available; one line with ``field`` and the reason.
@@ -65,9 +65,10 @@ def pull(
         if access.get("local_files_only"):
             raise OfflineModeIsEnabled("local_files_only")
         names = _file_names(repo, access.get("revision"), access.get("token"))
-    except (HfHubHTTPError, ValueError) as error:
-        raise failed(error) from error
-    except Exception as error:  # no answer: the transport's own errors, or offline mode
+    except Exception as error:
+        if isinstance(error, HfHubHTTPError | ValueError) and not _is_down(error):
+            raise failed(error) from error
+        # No answer: the transport's own errors, or offline mode; or one that says nothing of the repository.
         here: Access = {**access, "local_files_only": True}
         try:
             folder = Path(snapshot_download(repo, allow_patterns=[], **here))
@@ -119,6 +120,12 @@ def _file_names(repo: str, revision: str | None, token: str | bool | None) -> li
 
     info = HfApi().model_info(repo, revision=revision, timeout=10, token=token)
     return [file.rfilename for file in info.siblings or ()]
+
+
+def _is_down(error: BaseException) -> bool:
+    """Whether the Hub answered that it is out of order, or has too many requests."""
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    return status >= 500 or status == 429
 
 
 def explain(error: BaseException, repo: str, doing: str = "read") -> str:

@@ -6,17 +6,20 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 import yaml
 from hub_client import ROOT, client
 from hub_server import HubServer
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file
 from tiny_lora import make_lora
 from tiny_tokenizer import save_tiny_backbone
 
-from locret_kit import HeadsConfig, RetainingHeads
+from locret_kit import HeadsConfig, RetainingHeads, hub
 from locret_kit.backbones.spec import AttentionLayer, BackboneSpec
 from locret_kit.card import read_card, write_release
 from locret_kit.heads import state_of
@@ -170,6 +173,27 @@ def test_the_card_says_whether_validation_was_set_aside(tmp_path):
         write_release(make(), "me/heads", tmp_path / f"release{held}", source)
         card = (tmp_path / f"release{held}" / "README.md").read_text()
         assert ("Validation samples (8) were set aside before training" in card) == (said in card) == (held == 8)
+
+
+@pytest.mark.parametrize(("status", "cached"), [(503, True), (429, True), (403, False)])
+def test_what_was_loaded_once_still_loads_while_the_hub_is_down(tmp_path, monkeypatch, status, cached):
+    """As the Hub's client does for models; a refusal is another thing."""
+    response = SimpleNamespace(status_code=status, headers={}, request=None)
+    (tmp_path / "one.bin").touch()
+
+    def snapshot(repo, *, local_files_only=False, **more):
+        assert local_files_only
+        return tmp_path
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    monkeypatch.setattr("locret_kit.hub._file_names", Mock(side_effect=HfHubHTTPError("no", response=response)))
+    if cached:
+        assert hub.pull("lab/one", lambda names: names) == [tmp_path / "one.bin"]
+    else:
+        with pytest.raises(
+            FileNotFoundError, match="ckpt='lab/one': not a local file, and the Hub says: the token may"
+        ):
+            hub.pull("lab/one", lambda names: names)
 
 
 def test_no_local_path_is_published(tmp_path):
