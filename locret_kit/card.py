@@ -16,6 +16,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard
 from jinja2 import Environment, StrictUndefined, UndefinedError
 
+from .backbones.gguf import hub_repo
 from .backbones.load import resolve_model
 from .cis import TOP
 from .evals.engine import KEY, Row, check_cells
@@ -125,7 +126,7 @@ def write_release(
         )  # fmt: skip
     results = {"eval_results": list(map(result_of, cells)), "model_name": repo.split("/")[1]} if cells else {}
     facts = {name: value for name, value in given.items() if name != "model-index"} | results
-    facts["base_model"], facts["base_model_relation"] = config.backbone.partition(":")[0], "adapter"
+    facts["base_model"], facts["base_model_relation"] = hub_repo(config.backbone) or config.backbone, "adapter"
     # The client's checks of metadata raise errors of many kinds.
     with prefixed_errors(f"{source}: {CARD} has metadata that the Hub does not know", Exception):
         card = ModelCard(text.strip() + "\n")
@@ -207,8 +208,7 @@ def _public_word(match: re.Match[str]) -> str:
 
 def _hub_name(field: str, given: object, recorded: str) -> str:
     """The name that others load: as given, or as recorded, or as the recorded folder's ``backbone.json`` says."""
-    repo, _, kind = recorded.partition(":")
-    if kind and REPO.match(repo) and given in (None, repo):  # a GGUF file of a repository
+    if (repo := hub_repo(recorded)) and given in (None, repo):
         return recorded
     if given and not REPO.match(str(given)):
         raise ValueError(f"{field}={given!r}, which others are to load, must be user/name")

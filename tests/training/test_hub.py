@@ -175,6 +175,24 @@ def test_the_card_says_whether_validation_was_set_aside(tmp_path):
         assert ("Validation samples (8) were set aside before training" in card) == (said in card) == (held == 8)
 
 
+@pytest.mark.parametrize("name", ["lab/Tiny-GGUF:Q4_K_M", "lab/Tiny-GGUF/tiny-q4_k_m.gguf"])
+@pytest.mark.parametrize("given", [None, "lab/Tiny-GGUF"])
+def test_heads_of_a_gguf_file_of_the_hub_keep_its_name(tmp_path, name, given):
+    """Either name is one that others load; the repository alone is not."""
+    write_release(make(replace(CONFIG, backbone=name)), "me/heads", tmp_path, base_model=given)
+    assert json.loads((tmp_path / "config.json").read_text())["backbone"] == name
+    assert read_card(tmp_path / "README.md")[0]["base_model"] == "lab/Tiny-GGUF"
+
+
+def test_heads_of_a_gguf_file_of_this_machine_need_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my" / "models").mkdir(parents=True)
+    (tmp_path / "my" / "models" / "tiny.gguf").touch()
+    heads = make(replace(CONFIG, backbone="my/models/tiny.gguf"))
+    with pytest.raises(ValueError, match=r"others cannot load: give --base-model user/name"):
+        write_release(heads, "me/heads", tmp_path / "r")
+
+
 @pytest.mark.parametrize(("status", "cached"), [(503, True), (429, True), (403, False)])
 def test_what_was_loaded_once_still_loads_while_the_hub_is_down(tmp_path, monkeypatch, status, cached):
     """As the Hub's client does for models; a refusal is another thing."""

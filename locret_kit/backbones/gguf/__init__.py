@@ -18,6 +18,12 @@ def is_gguf(name: str) -> bool:
     return name.lower().endswith(".gguf") or (HUB.match(name) is not None and not Path(name).exists())
 
 
+def hub_repo(name: str) -> str | None:
+    """The repository that a GGUF file on the Hub is of, by the file's name; None of a file that lies here, and of other names."""
+    match = HUB.match(name)
+    return match["repo"] if match is not None and not Path(name).exists() else None
+
+
 def model_name(name: str) -> str:
     """Name of the model that a file is of: ``SmolLM2-135M-Instruct`` of ``SmolLM2-135M-Instruct.Q4_1.gguf`` and
     of ``user/SmolLM2-135M-Instruct-GGUF:Q4_K_M``, as files are named."""
