@@ -4,6 +4,7 @@ Pure functions turn a checkpoint's facts into text. ``write_release`` writes the
 """
 
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -197,7 +198,15 @@ def public(value: object) -> Any:
         return {k: Path(v).name if k == "out" and isinstance(v, str) else public(v) for k, v in value.items()}
     if isinstance(value, list):
         return [public(v) for v in value]
-    return re.sub(r"[^\s()=,:'\"\[\]]+", _public_word, value) if isinstance(value, str) else value
+    return re.sub(r"[^()=,:'\"\[\]]+", _public_piece, value) if isinstance(value, str) else value
+
+
+def _public_piece(match: re.Match[str]) -> str:
+    """Some words, or one path whose names have blanks."""
+    path = match[0].strip()
+    if " " in path and (path.startswith(("/", "~")) or ("/" in path and os.path.exists(path))):
+        return Path(path).name
+    return re.sub(r"\S+", _public_word, match[0])
 
 
 def _public_word(match: re.Match[str]) -> str:

@@ -217,8 +217,8 @@ def test_what_was_loaded_once_still_loads_while_the_hub_is_down(tmp_path, monkey
 def test_no_local_path_is_published(tmp_path):
     source = save(tmp_path / "heads")
     training = json.loads((source / "training.json").read_text())
-    training["data"]["sources"] += ["priv/acme/d.jsonl", "acme/e.jsonl"]
-    training |= {"out": "acme/run", "pool": {"policy": "h2o merge=lococo(/home/acme/pool)"}}
+    training["data"]["sources"] += ["priv/acme/d.jsonl", "acme/e.jsonl", "/home/acme corp/f g.jsonl"]
+    training |= {"out": "acme/run", "pool": {"policy": "h2o merge=lococo(/home/acme or so/pool)"}}
     (source / "training.json").write_text(json.dumps(training))
     error = "OSError: '/home/acme/x' is gone"
     row = {**ROWS[0], "model": "/home/acme/tiny", "adapter": "/home/acme/lora", "error": error}
@@ -229,7 +229,9 @@ def test_no_local_path_is_published(tmp_path):
         assert b"acme" not in file.read_bytes(), file.name
     published = json.loads((tmp_path / "r" / "results.jsonl").read_text())
     assert (published["model"], published["adapter"]) == ("lab/tiny", "lora")
-    assert "from synthetic, Some/Set, x.jsonl, d.jsonl, e.jsonl;" in (tmp_path / "r" / "README.md").read_text()
+    assert (
+        "from synthetic, Some/Set, x.jsonl, d.jsonl, e.jsonl, f g.jsonl;" in (tmp_path / "r" / "README.md").read_text()
+    )
 
 
 @pytest.mark.parametrize(
