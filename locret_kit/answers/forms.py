@@ -163,7 +163,7 @@ FORMS = (
     ),
     CallForm(
         "kimi", ("<|tool_call_begin|>",), r"<\|tool_call_begin\|>", r"<\|tool_call_end\|>",
-        r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>\s*"
+        r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[^\s<]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>\s*"
         r"(?P<args>\{|(?=<\|tool_call_end\|>))", r"[\s}]*<\|tool_call_end\|>",
         sections=r"<\|tool_calls_section_begin\|>|<\|tool_calls_section_end\|>",
         written=(
@@ -302,8 +302,14 @@ def example(form: CallForm, name: str, keys: Iterable[str]) -> str:
         said = json.dumps(dict.fromkeys(keys, "v"))
     else:
         _, begin, end, between, _ = form.written
-        said = between.join(begin.replace("{key}", key) + ('"v"' if form.json else "v") + end for key in keys)
+        value = ('"v"' if form.json else end * form.quotes + "v") + end
+        said = between.join(begin.replace("{key}", spelt_key(form, key)) + value for key in keys)
     return "".join([form.row[0], *before, said, after, form.row[2]])
+
+
+def spelt_key(form: CallForm, key: str) -> str:
+    """A parameter's name as a form writes it: where texts have quotes, a name that is no word has some too."""
+    return json.dumps(key, ensure_ascii=False) if form.quotes and not regex.fullmatch(r"\w+", key) else key
 
 
 def around_arguments(form: CallForm, name: str) -> tuple[list[str], str]:

@@ -1,10 +1,10 @@
 """Grammars of answers, in the words of llguidance: JSON by a schema, calls in a model's own form, a thought before them."""
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from .forms import CallForm, around_arguments, writes
+from .forms import CallForm, around_arguments, spelt_key
+from .reader import reads
 from .values import Schema, properties_of, resolved, types_of
 
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": True}
@@ -56,7 +56,7 @@ def call_rules(tools: Mapping[str, Schema], form: CallForm, spell: Spell = json.
     rules = list[str]()
     for name, schema in tools.items():
         before, after = around_arguments(form, name)
-        if not writes(form, name, properties_of(schema)):
+        if not reads(form, name, [*properties_of(schema)]):
             raise ValueError(f"tool_choice: the model's form of calls cannot write {name!r} or its arguments' names")
         if len(form.written) > 2:
             rules.append(f"{spell(before[0])} {parameters(schema, form, spell)} {spell(after)}")
@@ -77,7 +77,7 @@ def parameters(schema: Schema, form: CallForm, spell: Spell) -> str:
     shared: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     rules = list[tuple[str, bool]]()
     for key, given in properties_of(schema).items():
-        one, said = resolved(given, schema), json.dumps(key) if quote and not re.fullmatch(r"\w+", key) else key
+        one, said = resolved(given, schema), spelt_key(form, key)
         choices, types = one.get("enum", [one["const"]] if "const" in one else None), types_of(one, schema)
         bare = not form.json and (not types or "string" in types)
         if bare and isinstance(choices, list) and types == {"string"}:

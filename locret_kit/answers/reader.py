@@ -10,7 +10,7 @@ from typing import Literal
 import regex
 
 from .arguments import JsonArguments, Parameters, Value
-from .forms import CALL_LIST, NEVER, AnswerForm, CallForm, block_calls
+from .forms import CALL_LIST, NEVER, AnswerForm, CallForm, block_calls, example
 from .values import Schema, check_json, properties_of, typed, types_of
 
 
@@ -395,6 +395,13 @@ class Reader:
         if shown:
             self._events.append(Event(kind, shown))
             self._kinds.add(kind)
+
+
+def reads(form: CallForm, name: str, keys: Sequence[str]) -> bool:
+    """Whether a call of these names is read as it is written: many forms end a name at a blank."""
+    reader = Reader(AnswerForm(calls=form), {name: {"properties": {key: {"type": "string"} for key in keys}}})
+    reader.feed(example(form, name, keys), final=True)
+    return [(call.name, call.values) for call in reader.calls] == [(name, dict.fromkeys(keys, "v"))]
 
 
 def stop_in(text: str, stops: Sequence[str], final: bool) -> tuple[int, str | None]:

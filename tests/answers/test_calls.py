@@ -16,7 +16,7 @@ from read_texts import parts
 from real_templates import real_tokenizer
 from written_calls import OWN, TYPED, TYPES, pairs, read, reader, xml
 
-from locret_kit.answers.forms import CALLS, UNKNOWN, AnswerForm, answer_form, call_form
+from locret_kit.answers.forms import CALLS, UNKNOWN, AnswerForm, answer_form, call_form, example
 from locret_kit.answers.grammar import call_rules, json_rule
 from locret_kit.answers.reader import Reader
 from locret_kit.serving import completions
@@ -263,6 +263,34 @@ def test_a_call_that_must_be_in_a_form_that_a_tokenizer_declares(field, text):
     if len(form.written) > 2 and (form.json or "kv" in field["content"]):
         with pytest.raises(ValueError, match="cannot write 'depth' or"):
             call_rules({"depth": {"properties": {"a\nb": {}}}}, form)
+
+
+NAMES = [
+    "depth", "my tool", "ns:tool", "a:1", "a/b", "a.b-c_1", "größe", "天气", 'a"b', "a>b", "a<b", "a{b", "a[b", "a\\b",
+]  # fmt: skip
+PLAIN = ("depth", "a.b-c_1", "größe", "天气")
+
+
+@pytest.mark.parametrize("form", [*CALLS.values(), UNKNOWN], ids=lambda form: form.name)
+def test_a_call_that_must_be_is_read_under_its_names_or_refused(form):
+    """A form that ends a name at a blank would give a call that is read as text."""
+    for name, key in [*((name, "k") for name in NAMES), *(("depth", key) for key in (*NAMES, "k\nl", "a b é"))]:
+        tools = {name: {"type": "object", "properties": {key: {"type": "string"}}, "required": [key]}}
+        said = example(form, name, [key])
+        found = [(call.name, call.values) for call in read(Reader(AnswerForm(calls=form), tools), said)[1]]
+        if {name, key} <= {*PLAIN, "k"} or found == [(name, {key: "v"})]:
+            assert call_rules(tools, form) and found == [(name, {key: "v"})]
+        else:
+            with pytest.raises(ValueError, match="the model's form of calls cannot write"):
+                call_rules(tools, form)
+
+
+def test_a_tools_name_may_have_a_colon_in_kimis_form():
+    name, said = (
+        "files:read",
+        "<|tool_call_begin|>functions.files:read:3<|tool_call_argument_begin|>{}<|tool_call_end|>",
+    )
+    assert [call.name for call in read(Reader(AnswerForm(calls=CALLS["kimi"]), [name]), said)[1]] == [name]
 
 
 LFM2 = [
