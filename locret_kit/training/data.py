@@ -9,9 +9,11 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from fractions import Fraction
+from functools import cached_property
+from hashlib import sha256
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import lightning as L
 import torch
@@ -30,6 +32,8 @@ from .made import DRAWS, Made, nobody
 
 BLOCK = 512
 """Records that are held at a time of a source that is not held whole."""
+HELD = "held"
+"""Key of a state: hash of the validation samples."""
 Held = tuple[list[tuple[int, Sample]], overlap.Grams]
 """Set-aside records by number with their samples, and the 13-grams that are known then."""
 
@@ -389,10 +393,15 @@ class SampleModule(L.LightningDataModule):
         """Samples are integers; a step makes the tensor where it is needed."""
         return batch
 
-    def state_dict(self) -> dict[str, int]:
-        return {"done": self.done}
+    @cached_property
+    def held_hash(self) -> str:
+        """First 16 hexadecimal digits of the SHA-256 of the validation samples."""
+        return sha256(repr(self.samples.held).encode()).hexdigest()[:16]
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done, HELD: self.held_hash}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.done = state_dict["done"]
 
     def train_dataloader(self) -> DataLoader:

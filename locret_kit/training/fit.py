@@ -37,7 +37,7 @@ from ..files import locked, write_beside, write_json
 from ..naming import first_line, prefixed_errors
 from ..text.template import DEFAULTS, thinking_arguments
 from . import SETTINGS, TRAINING, FrozenTraining, flat, gather, trained_with
-from .data import SampleModule
+from .data import HELD, SampleModule
 from .module import HeadTraining
 from .pool import PoolTraining
 from .strategy import make_strategy
@@ -242,8 +242,9 @@ def begin_from(resume: str, out: Path) -> Path | None:
     return Path(resume)
 
 
-def check_state(path: Path, module: FrozenTraining) -> str | None:
-    """A warning of the settings that a checkpoint's steps were made with and those to come are not.
+def check_state(path: Path, module: FrozenTraining, data: SampleModule) -> list[str]:
+    """Warnings of the settings that a checkpoint's steps were made with and those to come are not, and of other validation
+    samples.
 
     Raises:
         ValueError: it holds other weights than ``module``, or more steps.
@@ -264,7 +265,11 @@ def check_state(path: Path, module: FrozenTraining) -> str | None:
     before, now = state.get(SETTINGS, {}), flat(module.cfg)
     changed = [name for name in now if before.get(name, now[name]) != now[name] and not name.startswith(FREE)]
     words = ", ".join(f"{name}={now[name]} (was {before[name]})" for name in changed)
-    return f"warning: {path} was saved with other settings; from here on: {words}" if changed else None
+    warned = [f"warning: {path} was saved with other settings; from here on: {words}"] if changed else []
+    if data.samples.held and state[SampleModule.__name__].get(HELD, data.held_hash) != data.held_hash:
+        why = "its figures and out/best do not compare with those to come, whose samples may have been trained on"
+        warned.append(f"warning: {path} was validated on other samples: {why}")
+    return warned
 
 
 def beyond_window(backbone: PreTrainedModel, cfg: TrainConfig) -> str | None:
@@ -338,8 +343,8 @@ def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, saves: SaveEvery
         if "DefaultCPUAllocator" not in str(error):
             raise
         raise ValueError(f"{size} does not fit into memory: {first_line(error)}") from error
-    changes = None if resume is None else check_state(resume, module)
-    for warning in (too_long, changes) if trainer.is_global_zero else ():
+    changes = [] if resume is None else check_state(resume, module, data)
+    for warning in (too_long, *changes) if trainer.is_global_zero else ():
         if warning:
             print(warning, file=sys.stderr)
     try:

@@ -348,3 +348,17 @@ def test_a_run_killed_inside_an_epoch_goes_on_to_the_same_heads(backbone, tmp_pa
     assert [path.name for path in (part / "state").iterdir()] == ["step=2.ckpt"]
     assert status_of(start(lambda: main(arguments(backbone, part, source, *more)), log)) == 0
     same_run(whole, part)
+
+
+def test_a_run_that_goes_on_with_other_validation_samples_says_so(backbone, tmp_path, capsys):
+    """Records that came in are shuffled among the old ones: those that are set aside now were trained on before."""
+    source, out = tmp_path / "records.jsonl", tmp_path / "run"
+    jsonl(source, [record(n) for n in range(10)])
+    more = ["trainer.val_every=4", "resume=auto"]
+    assert main(arguments(backbone, out, str(source), "optim.steps=1", *more)) == 0
+    for records, steps, warned in (10, 2, 0), (14, 3, 1), (14, 4, 0):
+        jsonl(source, [record(n) for n in range(records)])
+        capsys.readouterr()
+        assert main(arguments(backbone, out, str(source), f"optim.steps={steps}", *more)) == 0
+        said = [line for line in capsys.readouterr().err.splitlines() if " was validated on other samples: " in line]
+        assert len(said) == warned, said
