@@ -14,6 +14,7 @@ import threading
 import warnings
 from contextlib import nullcontext
 from functools import cache
+from math import prod
 from operator import itemgetter
 from pathlib import Path
 
@@ -189,6 +190,8 @@ TRAININGS: dict[str, type[FrozenTraining]] = {"heads": HeadTraining, "pool": Poo
 """Trainings by ``trains``, the configuration's key."""
 FREE = ("recipe", "out", "resume", "trainer.", "data.batch", "data.num_workers")
 """Beginnings of settings that may change from one part of a run to the next: they change no step."""
+BATCH = ("optim.accumulate", "trainer.devices", "trainer.num_nodes")
+"""Settings whose product is the number of samples in a step; they may change together."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -263,7 +266,9 @@ def check_state(path: Path, module: FrozenTraining, data: SampleModule) -> list[
     if (done := state["global_step"]) > (steps := module.cfg.optim.steps):
         raise ValueError(f"optim.steps={steps} must be at least {done}, the steps of {path}")
     before, now = state.get(SETTINGS, {}), flat(module.cfg)
-    changed = [name for name in now if before.get(name, now[name]) != now[name] and not name.startswith(FREE)]
+    batches = {prod(int(settings[name]) for name in BATCH) for settings in ({**now, **before}, now)}
+    differ = [name for name in now if before.get(name, now[name]) != now[name]]
+    changed = [name for name in differ if (len(batches) > 1 if name in BATCH else not name.startswith(FREE))]
     words = ", ".join(f"{name}={now[name]} (was {before[name]})" for name in changed)
     warned = [f"warning: {path} was saved with other settings; from here on: {words}"] if changed else []
     if data.samples.held and state[SampleModule.__name__].get(HELD, data.held_hash) != data.held_hash:

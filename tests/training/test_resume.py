@@ -10,6 +10,7 @@ import signal
 import time
 from pathlib import Path
 from select import select
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from equal_runs import refused, same_run
 from forked import start, status_of
 
 from locret_kit.cli.train import main
+from locret_kit.config.recipes import load_config
 from locret_kit.files import locked
 from locret_kit.training import fit, module
 from locret_kit.training.fit import newest_state, read_curves
@@ -221,6 +223,34 @@ def test_a_run_goes_on_with_the_optimiser_settings_that_it_is_given(backbone, tm
     assert group["weight_decay"] == 0.5 and group["initial_lr"] == 6e-4
     for said in (["--resume", "never", "seed=1"], ["resume=never", "seed=1"], ["--resume=never", "seed=1"]):
         assert fit.command_to_go_on(said) == "locret-train seed=1 resume=auto"
+
+
+@pytest.mark.parametrize(
+    ("given", "warned"),
+    [
+        (["optim.accumulate=1", "trainer.devices=4"], ""),
+        (["optim.accumulate=2", "trainer.num_nodes=2"], ""),
+        (["trainer.devices=2"], "trainer.devices=2 (was 1)"),
+        (["optim.accumulate=2"], "optim.accumulate=2 (was 4)"),
+        (["optim.accumulate=2", "trainer.devices=4"], "optim.accumulate=2 (was 4), trainer.devices=4 (was 1)"),
+        (["trainer.val_every=7", "data.batch=2"], ""),
+    ],
+)
+def test_a_warning_says_whether_steps_have_as_many_samples(tmp_path, given, warned):
+    """Devices and accumulation may change together: what counts is their product."""
+
+    def config(words):
+        given = {"optim.accumulate": 4, **dict(word.split("=") for word in words)}
+        settings = ["recipe=tiny", "model=lab/tiny", "trainer.strategy=ddp"]
+        return load_config([*settings, *(f"{key}={value}" for key, value in given.items())])
+
+    saved = fit.flat(config([]))
+    state = {"global_step": 1, "state_dict": {}, fit.SampleModule.__name__: {"done": 4}, fit.SETTINGS: saved}
+    torch.save(state, tmp_path / "step=1.ckpt")
+    module = SimpleNamespace(state_dict=dict, cfg=config(given))
+    data = SimpleNamespace(samples=SimpleNamespace(held=[]))
+    said = fit.check_state(tmp_path / "step=1.ckpt", module, data)
+    assert [line.partition("from here on: ")[2] for line in said] == ([warned] if warned else [])
 
 
 def test_a_run_has_no_fewer_steps_than_are_done(run, tmp_path, capsys, backbone):
