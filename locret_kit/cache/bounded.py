@@ -214,7 +214,7 @@ class BoundedCache(StatefulCache):
         read. They cannot where they were scored by attention or evicted something, or heads differ in length."""
         state = self.state
         reaches_prompt = state.seen - tokens + 1 < (state.schedule.prompt_length or INT32_MAX)
-        if reaches_prompt or state.states is not None or state.context.evicts_after_forward:
+        if tokens < 0 or reaches_prompt or state.states is not None or state.context.evicts_after_forward:
             return False
         # All layers or none: a forward refuses layers that have seen different numbers of tokens.
         return all(rows.can_take_back(tokens) for rows in state.layers)

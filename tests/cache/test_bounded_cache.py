@@ -47,6 +47,14 @@ def test_generate_equals_the_kits_own_loop(policy, piece):
     assert mine.counters.evictions > 1
 
 
+def test_no_tokens_that_were_never_read_come_from_taking_some_back():
+    cache = BoundedCache(60, "knorm", chunk=8, prompt_length=20)
+    answer(cache, tokens(20, seed=6)[0].tolist(), 6, doubled("qwen3"))
+    seen, before = cache.get_seq_length(), held(cache)
+    assert not cache.take_back(-1) and not cache.can_take_back(-30)
+    assert (cache.get_seq_length(), held(cache)) == (seen, before)
+
+
 # ---- bounds -----------------------------------------------------------------------------------------------------
 
 
