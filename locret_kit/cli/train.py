@@ -1,6 +1,7 @@
 """``locret-train recipe=NAME key=value ...``: train retaining heads, or a pool, on a frozen backbone.
 ``locret-publish`` puts heads on the Hugging Face Hub, with card, curves and results."""
 
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -42,16 +43,19 @@ def main(argv: list[str] | None = None) -> int:
         size = f"data.max_tokens={cfg.data.max_tokens} and data.batch={cfg.data.batch}"
         raise OSError(f"{said}, with {size}; resume=auto continues") from error
     if folder is not None:
-        flags = pool_flags(cfg, folder) if cfg.trains == "pool" else f"--ckpt {folder}"
+        flags = flags_of(cfg, folder)
         print(f"{cfg.trains}: {folder}\ntry:   locret-infer {flags} --question 'What is ...?' < long.txt")
     return 0
 
 
-def pool_flags(cfg: TrainConfig, folder: Path) -> str:
-    """Flags to use a pool in the settings of its training."""
-    heads = f"--ckpt {cfg.pool.heads} " if cfg.pool.heads else ""
-    sizes = f"--budget {cfg.infer.budget} --chunk {cfg.infer.chunk}"
-    return f"{heads}--model {cfg.backbone.model} {sizes} --policy '{cfg.pool.policy} merge=lococo({folder})'"
+def flags_of(cfg: TrainConfig, folder: Path) -> str:
+    """Flags for the trained heads or the pool, as a shell takes them; a pool in the settings of its training."""
+    if cfg.trains == "heads":
+        return shlex.join(["--ckpt", str(folder)])
+    heads = ["--ckpt", cfg.pool.heads] if cfg.pool.heads else []
+    sizes = "--budget", str(cfg.infer.budget), "--chunk", str(cfg.infer.chunk)
+    policy = f"{cfg.pool.policy} merge=lococo({folder})"
+    return shlex.join([*heads, "--model", cfg.backbone.model, *sizes, "--policy", policy])
 
 
 def run_publish(args: PublishOptions) -> int:

@@ -1,9 +1,11 @@
 """The configuration: recipes, overrides and the text of its errors."""
 
+import shlex
 from pathlib import Path
 
 import pytest
 
+from locret_kit.cli.train import flags_of
 from locret_kit.config.recipes import TRAIN, known_recipes, load_config, read_recipe, with_recipe
 from locret_kit.config.schema import assemble, given_by, options_of
 from locret_kit.config.train_options import TrainConfig
@@ -145,3 +147,12 @@ def _fails(arguments: list[str], message: str) -> None:
         load_config(arguments)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "last"),
+    [("smollm2-135m", "runs/my run/it's"), ("lococo-smollm2-135m", "h2o merge=lococo(runs/my run/it's)")],
+)
+def test_the_command_that_a_training_prints_is_one_for_a_shell(recipe, last):
+    flags = flags_of(load_config([f"recipe={recipe}"]), Path("runs/my run/it's"))
+    assert shlex.split(flags)[-1] == last
