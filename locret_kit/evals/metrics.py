@@ -156,8 +156,7 @@ def _leval_number(text: str) -> str:
 
 def leval_code(output: str, answer: Answer, extra: Extra) -> dict[str, float]:
     """The printed value stands among the output's last words, or after "the final output" (L-Eval's CodeU)."""
-    wanted = _plain_code(str(answer))
-    text = _plain_code(output)
+    wanted, text = _plain_code(str(answer)), _plain_code(output)
     for phrase in ("will be", "of the code", "is", "would be", "the value of", "the result of", "printed"):
         text = text.replace(phrase, "")
     some = len(str(answer).split()) + 3
