@@ -7,14 +7,13 @@ reading a schema (``--help``) stays fast.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields
 from functools import cache
 from numbers import Integral, Real
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, Union, get_args, get_origin
-from typing import get_type_hints as hints_of
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from annotated_types import MinLen
+from annotated_types import DocInfo, MinLen
 
 from .naming import nearest
 
@@ -29,20 +28,15 @@ OUT_OF_BOUNDS = {"greater_than_equal", "greater_than", "less_than_equal", "less_
 NAME = "{name}"
 """Placeholder for the setting's name in a validator's message."""
 
+Description = DocInfo
+"""Metadata of an annotation: words for the allowed values, in place of those derived from type and bounds."""
 S = TypeVar("S", bound="DataclassInstance")
-
-
-@dataclass(frozen=True)
-class Description:
-    """Metadata of an annotation: words for the allowed values, in place of those derived from type and bounds."""
-
-    words: str
 
 
 @cache
 def annotations_of(schema: type[DataclassInstance]) -> dict[str, object]:
     """``{field: annotation}`` of a dataclass, bounds included."""
-    hints = hints_of(schema, include_extras=True)
+    hints = get_type_hints(schema, include_extras=True)
     return {item.name: hints[item.name] for item in fields(schema)}
 
 
@@ -129,10 +123,10 @@ def display(value: object) -> str:
 
 def type_words(annotation: object, *, bounds_alone: bool = False) -> str:
     """Words for the values that an annotation allows: ``an integer, at least 1``; or without the type: ``at least 1``."""
-    metadata, names = [*metadata_of(annotation)], choices(annotation)
+    metadata, names = metadata_of(annotation), choices(annotation)
     for item in metadata:
         if isinstance(item, Description):
-            return item.words
+            return item.documentation
     limits = ((words, getattr(item, name, None)) for item in metadata for name, words in BOUNDS.items())
     bounds = [f"{words} {limit}" for words, limit in limits if limit is not None]
     bounds += ["not empty" for item in metadata if isinstance(item, MinLen)]
@@ -145,7 +139,7 @@ def _kind_words(kind: object) -> str:
     if get_origin(kind) is not list:
         return TYPE_WORDS.get(kind, str(kind))
     (item,) = get_args(kind)
-    each = f", each {type_words(item, bounds_alone=True)}" if any(metadata_of(item)) else ""
+    each = f", each {type_words(item, bounds_alone=True)}" if metadata_of(item) else ""
     return f"a list of {'names, such as [a,b]' if str in alternatives(item) else 'numbers, such as [1,2]'}{each}"
 
 
@@ -154,23 +148,19 @@ def choices(annotation: object) -> list[object]:
     return [value for kind in alternatives(annotation) if get_origin(kind) is Literal for value in get_args(kind)]
 
 
-def alternatives(annotation: object) -> Iterator[object]:
+def alternatives(annotation: object) -> list[object]:
     """The alternatives of an annotation, without metadata."""
-    for member in _members(annotation):
-        yield from alternatives(member)
-    if not _members(annotation):
-        yield annotation
+    return [part for part in _parts(annotation) if get_origin(part) not in (Annotated, Union, UnionType)]
 
 
-def metadata_of(annotation: object) -> Iterator[object]:
+def metadata_of(annotation: object) -> list[object]:
     """The metadata of an annotation and of its alternatives."""
-    if get_origin(annotation) is Annotated:
-        yield from get_args(annotation)[1:]
-    for member in _members(annotation):
-        yield from metadata_of(member)
+    return [item for part in _parts(annotation) for item in getattr(part, "__metadata__", ())]
 
 
-def _members(annotation: object) -> tuple[object, ...]:
-    """The annotated type, or the members of a union. Other types have none."""
+def _parts(annotation: object) -> Iterator[object]:
+    """An annotation and all annotations within it: the annotated type, the members of a union."""
+    yield annotation
     kind, inner = get_origin(annotation), get_args(annotation)
-    return inner[:1] if kind is Annotated else inner if kind in (Union, UnionType) else ()
+    for part in inner[:1] if kind is Annotated else inner if kind in (Union, UnionType) else ():
+        yield from _parts(part)

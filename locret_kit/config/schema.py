@@ -20,6 +20,7 @@ from itertools import chain, groupby, pairwise, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar, get_args, get_origin
 
+from .. import __version__
 from ..files import read_yaml
 from ..naming import nearest, split_outside
 from ..validation import alternatives, annotations_of, choices, metadata_of, scalar, validate
@@ -105,10 +106,8 @@ class Option:
         Raises:
             ValueError: a wrong type or out of bounds; ``where`` follows the name in the message.
         """
-        if isinstance(value, str) and self.is_repeatable:
-            value = [value]
         if type(value) in (str, int, float):  # in YAML 1e-4 is a text, and a name may be a number
-            value = typed(self.annotation, str(value))
+            value = [str(value)] if self.is_repeatable else typed(self.annotation, str(value))
         try:
             return validate(self.name, self.annotation, value)
         except ValueError as error:
@@ -138,9 +137,8 @@ def docstrings(schema: type) -> dict[str, str]:
         (definition,) = ast.parse(inspect.getsource(kind)).body
         assert isinstance(definition, ast.ClassDef)
         for above, below in pairwise(definition.body):
-            match above, below:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    texts[name] = " ".join(text.split())
+            if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr):
+                texts[ast.unparse(above.target)] = " ".join(ast.literal_eval(below.value).split())
     return texts
 
 
@@ -229,8 +227,6 @@ def read(command: Command[T], argv: list[str]) -> T | None:
         print(help_of(command, everything="all" in argv))
         return None
     if "--version" in argv:
-        from .. import __version__
-
         print(f"{command.name} {__version__}")
         return None
     values = command.complete(given_by(command, [word for word in argv if word != "--print-config"]))
@@ -246,32 +242,29 @@ def read(command: Command[T], argv: list[str]) -> T | None:
 
 def tree_of(options: DataclassInstance) -> Values:
     """Values of options by name, those of a section in a tree of their own."""
-    tree: Values = {}
-    for item in fields(options):
-        if item.name not in getattr(options, "HIDDEN", ()):
-            value = getattr(options, item.name)
-            tree[item.name] = tree_of(value) if is_dataclass(type(value)) else value
-    return tree
+    hidden = getattr(options, "HIDDEN", ())
+    values = {item.name: getattr(options, item.name) for item in fields(options) if item.name not in hidden}
+    return {name: tree_of(value) if is_dataclass(value) else value for name, value in values.items()}
 
 
 def given_by(command: Command[T], argv: list[str]) -> Values:
     """Values by option. The command line overrides a ``--config`` file."""
     known = {**options_of(command.schema), "config": Option("config", str)}
-    texts: dict[str, list[str]] = {}
+    texts: dict[str, str | list[str]] = {}
     for name, text in _pairs(command, known, argv):
         refuse_removed(command, name, text)
         if name not in known:
             meant = command.positional and any(word.partition("=")[0] == name for word in argv)  # such as "E=mc2?"
             raise UsageError(unknown(name, known) + "; put a text with = in it after --" * bool(meant))
-        texts.setdefault(name, []).append(text)
-    values: Values = {}
-    for name, words in texts.items():
-        repeatable = known[name].is_repeatable
-        if len(words) > 1 and not repeatable:
-            raise UsageError(f"{name} is given twice: {name}={words[0]} and {name}={words[1]}")
-        if not words[0].strip() and not repeatable:
+        if known[name].is_repeatable:
+            texts[name] = [*texts.get(name, ()), text]
+            continue
+        if name in texts:
+            raise UsageError(f"{name} is given twice: {name}={texts[name]} and {name}={text}")
+        if not text.strip():
             raise ValueError(f"{name} is empty: give it a value, or leave it out")
-        values[name] = known[name].read(words if repeatable else words[0])
+        texts[name] = text
+    values = {name: known[name].read(text) for name, text in texts.items()}
     if file := values.pop("config", None):
         return values_of(command, read_yaml(Path(str(file)), f"config={file}"), f" in config={file}") | values
     return values
@@ -344,7 +337,7 @@ def refuse_removed(command: Command[T], name: str, value: object, where: str = "
 def typed(annotation: object, text: str) -> object:
     """A text as a value of an annotation's type, unchecked. ``null`` is None if the annotation allows it. A list is
     ``[a,b]`` or ``a,b``; commas within parentheses belong to an item."""
-    kinds, text = [*alternatives(annotation)], text.strip()
+    kinds, text = alternatives(annotation), text.strip()
     if text == "null" and type(None) in kinds:
         return None
     for kind in kinds:
