@@ -81,6 +81,9 @@ class Codec(ABC):
     def read_all(self) -> None:
         """Read all rows where they must be at hand before they move."""
 
+    def count(self) -> None:
+        """Count a token that a compiled call has written."""
+
     def finish_block(self) -> None:
         """Bring new rows into their stored form, after their block's attention and eviction."""
 

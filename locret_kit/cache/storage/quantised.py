@@ -115,7 +115,8 @@ class GroupedBits(Codec):
     """``[H, groups, D]`` float16, and so is the zero point."""
     key_zero: Tensor
     tail_keys: Tensor
-    """``[H, residual + group - 1, D]``: the newest ``tail`` rows as they came, and so are the values."""
+    """``[H, residual + group, D]``: the newest ``tail`` rows as they came, and so are the values. The last row is for the token
+    that fills a group."""
     tail_values: Tensor
 
     def __init__(
@@ -146,7 +147,7 @@ class GroupedBits(Codec):
         }
 
     def tables(self) -> Shapes:
-        return self._tables(self.max_tail)
+        return self._tables(self.max_tail + 1)
 
     def _tables(self, tail: int) -> Shapes:
         # Per key group, not per row: one step and one zero point per channel.
@@ -158,7 +159,7 @@ class GroupedBits(Codec):
 
     @property
     def max_tail(self) -> int:
-        """Rows that fit the tail."""
+        """Rows that the tail has between blocks, at most."""
         return self.residual + self.group_rows - 1
 
     def _groups(self, rows: int | None = None) -> int:
@@ -238,13 +239,14 @@ class GroupedBits(Codec):
         self.group[at] = self.group.new_full((), -1)
         self.tail += T
 
-    def overflow(self, keys_HRD: Tensor, values_HRD: Tensor) -> None:
-        """Write the token that the full tail has no room for to its row, from a copy of the tail that holds it. The
-        token is not yet counted. ``finish_block`` then quantises the full group."""
-        self.read_all(values=False)
-        new, own = self.layout.following(1), slice(self.tail, self.tail + 1)
-        self.scratch.keys[new], self.scratch.values[new] = keys_HRD[:, own], values_HRD[:, own]
-        self.group[new] = self.group.new_full((), -1)
+    def count(self) -> None:
+        """Count a token that a compiled call has written to the tail. One that fills a group goes to its row, which is not
+        counted yet, and ``finish_block`` quantises the group."""
+        if self.tail == self.max_tail:
+            self.read_all(values=False)
+            new, own = self.layout.following(1), slice(self.tail, self.tail + 1)
+            self.scratch.keys[new], self.scratch.values[new] = self.tail_keys[:, own], self.tail_values[:, own]
+            self.group[new] = self.group.new_full((), -1)
         self.tail += 1
 
     def finish_block(self) -> None:
@@ -392,7 +394,7 @@ class CompiledBits(GroupedBits):
         return alike and self.layout.device.type == "cpu" and self.dtype in cpp.TYPES
 
     def read_all(self, *, values: bool = True) -> None:
-        # Open rows can lack their values alone (`overflow`), which the plain form then reads.
+        # Open rows can lack their values alone (`count`), which the plain form then reads.
         if self.open or not self.fits:
             super().read_all(values=values)
             return

@@ -150,7 +150,7 @@ class CpuDriver:
         cache.state.unfinished = True
         if rows is None or not rows.are_of(cache):
             rows = self._rows[cache] = RowPointers.of(cache, self.shape[1], self._tables)
-        rows.place(cache)
+        rows.place()
         return rows
 
     def _held(self, heads: RetainingHeads | None) -> WeightTable:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from locret_kernels import cpp
 from locret_kernels.decoder_step import PACKED, ROWS
@@ -77,8 +76,6 @@ class RowPointers:
     """Rotations of stored new keys, and the memory ``[2, R]`` with the tables of the next token."""
     keepalive: list[object] = field(default_factory=list)
     """Objects to whose memory addresses point."""
-    wider: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Layer in few bits whose tail is full -> a copy of its keys and values ``[H, rows, D]`` with room for one row more."""
 
     @classmethod
     def of(cls, cache: BoundedCache, H: int, tables: PositionTables) -> RowPointers:
@@ -97,34 +94,33 @@ class RowPointers:
         )  # fmt: skip
         own: dict[int, tuple[Rope, Tensor]] = {}
         for layer, rows in enumerate(cache.bounded):
-            flat, at = rows.varlen(), rows_L[layer]
+            flat = rows.varlen()
             starts_LH[layer], lengths_LH[layer] = flat.starts_BH[0].numpy(), flat.lengths_BH[0].numpy()
-            ROWS.point(
-                at, starts=starts_LH[layer].ctypes.data, lengths=lengths_LH[layer].ctypes.data,
+            fields: dict[str, object] = dict(
+                starts=starts_LH[layer].ctypes.data, lengths=lengths_LH[layer].ctypes.data,
                 positions=flat.positions_N, scores=rows.scores, window=rows.window, before=0 if ctx.positions.span else -1,
             )  # fmt: skip
             if rows.statistics:
                 statistics = sum(cpp.STATISTICS[name] for name in ctx.statistics)
-                ROWS.point(
-                    at, stats=flat.stats_XN, stats_stride=flat.stats_XN.shape[1], by_head=bool(ctx.group), statistics=statistics
-                )  # fmt: skip
+                fields |= dict(stats=flat.stats_XN, stats_stride=flat.stats_XN.shape[1])
+                fields |= dict(by_head=bool(ctx.group), statistics=statistics)
             if (rope := ctx.read_rope(rows)) is not None:
                 longest = rows.capacity * (H if rows.layout.ragged else 1)
                 cos, sin = tables.below(rope, max(longest, ctx.positions.span or 0))
-                ROWS.point(at, tables.dtype, cos=cos, sin=sin, rotated=cos.shape[1])
-                made.keepalive.append((cos, sin))
+                fields |= dict(cos=cos, sin=sin, rotated=cos.shape[1])
             elif (rope := ctx.write_rope(rows)) is not None:
                 R = 2 * len(rope.inv_freq)
                 _, held = own.setdefault(id(rope), (rope, torch.empty(2, R, dtype=tables.sums, device=rows.device)))
-                ROWS.point(at, tables.dtype, own_cos=held[0], own_sin=held[1], rotated=R)
+                fields |= dict(own_cos=held[0], own_sin=held[1], rotated=R)
             if isinstance(rows.codec, GroupedBits | RowBits):
                 point_at(packed_L[layer], flat.rows, rows.codec)
-                at["packed"] = packed_L[layer : layer + 1].ctypes.data
+                fields["packed"] = packed_L[layer : layer + 1].ctypes.data
             else:
-                ROWS.point(at, tables.dtype, keys=flat.rows[0], values=flat.rows[1])
+                fields |= dict(keys=flat.rows[0], values=flat.rows[1])
             if isinstance(rows.codec, GroupedBits):
                 made.left = min(made.left, rows.codec.max_tail - rows.codec.tail + 1)
-            made.keepalive.append(flat)
+            ROWS.point(rows_L[layer], tables.dtype, **fields)
+            made.keepalive.append((flat, fields))
         made.own = list(own.values())
         return made
 
@@ -132,22 +128,14 @@ class RowPointers:
         """Whether a cache's rows still lie as they were found, with room for a token."""
         return self.left > 0 and self.context is cache.context and self.seen == cache.get_seq_length()
 
-    def place(self, cache: BoundedCache) -> None:
-        """Say where in the text the next token stands, and make room for it where it fills a group of rows."""
+    def place(self) -> None:
+        """Say where in the text the next token stands."""
         self.rows["position"], span = self.seen, self.context.positions.span
         if span:
             self.rows["before"] = max(0, self.seen + 1 - span)
         for rope, held in self.own:
             cos, sin = rope.tables(torch.tensor([self.seen], device=held.device), self.tables.dtype)
             held[0], held[1] = cos[0], sin[0]
-        for layer, rows in enumerate(cache.bounded if self.left == 1 else ()):
-            codec = rows.codec
-            if isinstance(codec, GroupedBits) and codec.tail == codec.max_tail:  # it is quantised after the token
-                keys, values = (F.pad(x, (0, 0, 0, 1)) for x in (codec.tail_keys, codec.tail_values))
-                self.wider[layer] = keys, values
-                PACKED.point(
-                    self.packed[layer], codec.dtype, tail_keys=keys, tail_values=values, tail_room=codec.tail + 1
-                )
 
     def score(self, cache: BoundedCache, q_LQD: Tensor, k_LHD: Tensor, v_LHD: Tensor, *, scored: bool) -> None:
         """Hand the new token's q, k and v before RoPE to the policy: entry scores, where they are not there, and recent
@@ -167,12 +155,8 @@ class RowPointers:
         self.packed["tail"] += 1
         self.left -= 1
         self.seen += 1
-        for layer, rows in enumerate(cache.bounded):
-            if isinstance(rows.codec, GroupedBits):
-                if layer in self.wider:
-                    rows.codec.overflow(*self.wider[layer])
-                else:
-                    rows.codec.tail += 1
+        for rows in cache.bounded:
+            rows.codec.count()
             rows.count(1)
             if not self.left:
                 evict_if_due(self.context, [rows])
