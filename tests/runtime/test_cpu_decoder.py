@@ -103,7 +103,8 @@ def test_weights_that_bfloat16_holds_are_halved_and_no_bit_changes(monkeypatch):
                 if not halved:
                     patch.setattr(Bf16Copies, "_holds", lambda *_: False)
                 decoder = CpuDriver(model)
-            assert decoder._own[0][0][3] == decoder._head[3] == halved
+            table = decoder._plain
+            assert table.layers["query"]["halved"][0] == table.decoder["head"]["halved"] == halved
             numbers = sum(x.weight.numel() for x in model.modules() if isinstance(x, torch.nn.Linear))
             assert decoder.weight_bytes() == numbers * (2 if halved else 4)
             cache = make("streaming")

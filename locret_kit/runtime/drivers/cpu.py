@@ -5,22 +5,19 @@ two calls. So any text may be decoded the plain way at any token, and be here ag
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from locret_kernels import cpp, decoder_step
 from locret_kernels import quantise as quantiser
-from locret_kernels.decoder_step import Bf16Copies
 
 from ...backbones.spec import text_config
-from ...backbones.weights import PRODUCTS, Dense, NotDense, Product, check_dense, dense
+from ...backbones.weights import Dense, NotDense, check_dense, dense
 from ...cache.bounded import BoundedCache
 from ...cache.storage.codec import Plain
 from ...cache.storage.quantised import GroupedBits, RowBits
@@ -28,26 +25,10 @@ from ...heads import RetainingHeads
 from ...policies.capabilities import reason
 from .capture import NoDriver, warn
 from .row_pointers import PositionTables, RowPointers
+from .weight_table import WeightTable
 
 CODECS = (Plain, GroupedBits, RowBits)
 """Forms of keys and values that the call reads where they lie."""
-
-
-@dataclass
-class WeightTable:
-    """The decoder as the call reads it, its layers' addresses, copies of the weights that bfloat16 holds, and the weights, whose
-    memory stays as long as these."""
-
-    decoder: np.ndarray
-    layers: np.ndarray
-    copies: Bf16Copies
-    weights: Dense | list[Tensor]
-
-    def is_current(self, weights: Dense | list[Tensor]) -> bool:
-        """Whether the weights, of any shape, are still at the same addresses, and all copies still hold their
-        numbers."""
-        mine, theirs = (tree_map_only(Tensor, _place, x) for x in (self.weights, weights))
-        return mine == theirs and self.copies.unchanged()
 
 
 class CpuDriver:
@@ -80,11 +61,7 @@ class CpuDriver:
         self.sums = cpp.SUMS[self.dtype]
         self.weights = weights
         self.shape = len(first.query.weight) // self.channels, len(first.key.weight) // self.channels
-        products = [layer.products for layer in weights.layers]
-        self._copies = Bf16Copies((one.weight for some in (*products, [weights.head]) for one in some), self.library)
-        self._own = [[self._linear(one, self._copies) for one in some] for some in products]
-        self._head = self._linear(weights.head, self._copies)
-        self._plain = self._layers(None)
+        self._plain = WeightTable.of(weights, self.channels, self.library)
         self._with_heads: WeakKeyDictionary[RetainingHeads, WeightTable] = WeakKeyDictionary()
         self._rows: WeakKeyDictionary[BoundedCache, RowPointers] = WeakKeyDictionary()
         self._tables = PositionTables(self.dtype, self.sums)
@@ -116,7 +93,7 @@ class CpuDriver:
 
     def weight_bytes(self, heads: RetainingHeads | None = None) -> int:
         """Bytes of matrices that are read for a token, with those of retaining heads."""
-        return self._copies.read + self._held(heads).copies.read * (heads is not None)
+        return self._plain.copies.read + self._held(heads).copies.read * (heads is not None)
 
     def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
         """Logits ``[N, V]`` (float32) after one more token of each of ``N`` texts. Raises IndexError for a token
@@ -156,7 +133,7 @@ class CpuDriver:
     def _held(self, heads: RetainingHeads | None) -> WeightTable:
         """Every layer's addresses, with those of the retaining heads that the call asks."""
         if heads is not None and heads not in self._with_heads:
-            self._with_heads[heads] = self._layers(heads)
+            self._with_heads[heads] = self._plain.with_heads(heads, self.dtype, self.library)
         return self._plain if heads is None else self._with_heads[heads]
 
     def is_current(self, weights: Dense, heads: RetainingHeads | None = None) -> bool:
@@ -165,46 +142,6 @@ class CpuDriver:
         if heads is not None and heads in self._with_heads and not self._held(heads).is_current([*heads.parameters()]):
             self._with_heads.pop(heads, None)
         return self._plain.is_current(weights)
-
-    def _layers(self, heads: RetainingHeads | None) -> WeightTable:
-        found = np.zeros(len(self.weights.layers), decoder_step.LAYER.dtype)
-        weights = [] if heads is None else [x.detach() for x in heads.parameters()]
-        copies = self._copies if heads is None else Bf16Copies(weights, self.library)
-        for i, layer in enumerate(self.weights.layers):
-            names = ("fc1", "fc2")
-            own = [None if heads is None else Product(getattr(heads[i], name).weight.detach(), None) for name in names]
-            linear = (*self._own[i], *(self._linear(one, copies) for one in own))
-            norms = {name: getattr(layer, name) for name in ("norm", "query_norm", "key_norm", "mlp_norm")}
-            found[i] = decoder_step.LAYER.of(
-                self.dtype, **{name: norm and norm.weight for name, norm in norms.items()},
-                **dict(zip((*PRODUCTS, *names), linear, strict=True)), norm_eps=layer.norm.eps,
-                head_eps=layer.query_norm.eps if layer.query_norm is not None else 0.0, mlp_eps=layer.mlp_norm.eps,
-                scaling=layer.scaling,
-            )  # fmt: skip
-        w = self.weights
-        decoder = decoder_step.DECODER.of(
-            self.dtype, layers=len(w.layers), width=len(w.norm.weight), query_heads=self.shape[0], heads=self.shape[1],
-            channels=self.channels, vocabulary=len(w.head.weight), words=self._linear(w.words), norm=w.norm.weight,
-            eps=w.norm.eps, head=self._head, layer=found.ctypes.data,
-        )  # fmt: skip
-        return WeightTable(decoder, found, copies, w if heads is None else weights)
-
-    def _linear(self, product: Product | None, copies: Bf16Copies | None = None) -> tuple[int, ...]:
-        """A product as the call reads it; ``copies`` may hold one of its weights of half the size."""
-        if product is None:
-            return (0,) * len(decoder_step.LINEAR.points)
-        half = None if copies is None else copies.of(product.weight)
-        weight, dtype = (product.weight, self.dtype) if half is None else (half, torch.bfloat16)
-        at = cpp.address(weight, dtype if product.form is None else torch.uint8)
-        return decoder_step.LINEAR.of(
-            self.dtype, weight=at, bias=product.bias, rows=len(weight), halved=half is not None,
-            format=product.form and decoder_step.format_at(product.form).ctypes.data,
-        ).item()  # fmt: skip
-
-
-def _place(x: Tensor) -> tuple[int, torch.Size, torch.dtype]:
-    """Address, sizes and type of a weight."""
-    return x.data_ptr(), x.shape, x.dtype
 
 
 _KNOWN: WeakKeyDictionary[PreTrainedModel, CpuDriver] = WeakKeyDictionary()
