@@ -19,9 +19,9 @@ from ..files import pointer_note
 from ..naming import first_line
 from . import demo, index, warn_of_newer
 from .bfloat16 import lacks_bfloat16
-from .gguf import bare_name, is_gguf, pull_gguf
+from .gguf import bare_name, is_gguf
 from .gguf.gguf_config import config_of
-from .gguf.gguf_file import GgufFile, open_gguf
+from .gguf.gguf_file import GgufFile, open_gguf, pull_gguf
 from .gguf.gguf_model import model_of
 from .spec import check_config
 from .weight_bits import quantisation
@@ -129,15 +129,17 @@ def load_config(name: str, revision: str | None = None, *, whole: bool = False) 
     """
     if is_gguf(name):
         with _reading(f"model={name!r} cannot be loaded"):
-            config = config_of(_gguf(name, revision), name)
+            file = _gguf(name, revision)
+            config = config_of(file, name)
             check_config(config.to_dict())
             return config
-    with _reading(f"model={name!r} cannot be loaded: config.json", resolve_model(name)):
-        fields, _ = PreTrainedConfig.get_config_dict(resolve_model(name), revision=revision)
+    path = resolve_model(name)
+    with _reading(f"model={name!r} cannot be loaded: config.json", path):
+        fields, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
         if str(fields.get("format")).startswith("locret_kit.heads"):  # its model_type would make a model of billions
             raise ValueError("it holds retaining heads, not a backbone: give it as --ckpt")
         check_config(fields.get("text_config") or fields)
-        config = AutoConfig.from_pretrained(resolve_model(name), revision=revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     return config if whole else config.get_text_config(decoder=True)
 
 
@@ -151,14 +153,14 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
     rows = None
     with suppress(FileNotFoundError):  # a tokenizer alone, or beside code that is not run
         rows = getattr(load_config(name, revision), "vocab_size", None)
-    if is_gguf(name):
-        from .gguf.gguf_tokenizer import tokenizer_of  # it alone needs transformers 5.18
+    path = "" if is_gguf(name) else resolve_model(name)
+    with _reading(f"model={name!r} cannot be loaded: tokenizer", path):
+        if is_gguf(name):
+            from .gguf.gguf_tokenizer import tokenizer_of  # it alone needs transformers 5.18
 
-        with _reading(f"model={name!r} cannot be loaded: tokenizer"):
             return within_rows(tokenizer_of(_gguf(name, revision)), rows)
-    with _reading(f"model={name!r} cannot be loaded: tokenizer", resolve_model(name)):
         try:
-            tokenizer = AutoTokenizer.from_pretrained(resolve_model(name), revision=revision, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
             if not isinstance(tokenizer.model_max_length, int | float):
                 raise ValueError(f"model_max_length={tokenizer.model_max_length!r:.60} must be a number")
             return within_rows(tokenizer, rows)

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from locret_kit.backbones import gguf
 from locret_kit.backbones.demo import unpack
-from locret_kit.backbones.gguf import gguf_model
+from locret_kit.backbones.gguf import gguf_file, gguf_model
 from locret_kit.backbones.gguf.gguf_file import open_gguf
 from locret_kit.backbones.gguf.gguf_model import PackedLinear
 from locret_kit.backbones.gguf.gguf_tokenizer import tokenizer_of
@@ -281,25 +281,25 @@ def test_names_of_the_hub(monkeypatch):
             pulled[:] = choose(list(names))
             return [Path(repo, name) for name in pulled]
 
-        monkeypatch.setattr(gguf, "pull", pull)
+        monkeypatch.setattr(gguf_file, "pull", pull)
 
     hub("a/Tiny-Q4_K_M.gguf", "Tiny-Q8_0.gguf", "README.md")
     for name, wanted in {"lab/Tiny:q4_k_m": "a/Tiny-Q4_K_M.gguf", "lab/Tiny/Tiny-Q8_0.gguf": "Tiny-Q8_0.gguf"}.items():
-        assert gguf.is_gguf(name) and gguf.pull_gguf(name) == Path("lab/Tiny", wanted)
+        assert gguf.is_gguf(name) and gguf_file.pull_gguf(name) == Path("lab/Tiny", wanted)
     with pytest.raises(ValueError, match="'lab/Tiny:Q5_0' names 0 files of lab/Tiny; of GGUF there are: a/Tiny-Q4_K_M"):
-        gguf.pull_gguf("lab/Tiny:Q5_0")
+        gguf_file.pull_gguf("lab/Tiny:Q5_0")
     assert not gguf.is_gguf("lab/Tiny")
     parts = [f"Q8_0/tiny-q8_0-0000{n}-of-00003.gguf" for n in (3, 1, 2)]
     for named in ("lab/Tiny:Q8_0", f"lab/Tiny/{parts[0]}"):
         hub(*parts, "tiny-q2_k.gguf")
-        assert gguf.is_gguf(named) and gguf.pull_gguf(named) == Path("lab/Tiny", parts[1])
+        assert gguf.is_gguf(named) and gguf_file.pull_gguf(named) == Path("lab/Tiny", parts[1])
         assert pulled == sorted(parts) and gguf.model_name(named).casefold() == "tiny"
     hub(*parts[:2])
     with pytest.raises(ValueError, match="is in 3 parts, of which lab/Tiny lacks Q8_0/tiny-q8_0-00002-of-00003.gguf"):
-        gguf.pull_gguf("lab/Tiny:Q8_0")
+        gguf_file.pull_gguf("lab/Tiny:Q8_0")
     hub(*parts, "tiny-q8_0.gguf")
     with pytest.raises(ValueError, match="names 2 files of lab/Tiny"):
-        gguf.pull_gguf("lab/Tiny:Q8_0")
+        gguf_file.pull_gguf("lab/Tiny:Q8_0")
 
 
 @pytest.mark.parametrize(("family", "form"), [("llama", "F32"), ("qwen2", "Q4_1"), ("gemma3", "Q4_1")])

