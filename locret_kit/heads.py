@@ -20,13 +20,14 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from . import hub
+from .backbones import index
+from .backbones.gguf import bare_name
 from .backbones.handlers import Linear
 from .backbones.identity import fingerprint
 from .backbones.spec import AttentionLayer, BackboneSpec, spec_of
 from .files import CONFIG, HASH, WEIGHTS, as_object, read_folder, read_json, read_weights, write_beside, write_folder
 from .naming import prefixed_errors
 from .settings import RunSettings
-from .shipped import heads_folder
 from .validation import Description, annotations_of, build, validate, validate_fields
 
 FORMAT = "locret_kit.heads.v1"
@@ -42,6 +43,12 @@ PUBLISHED: dict[str, tuple[str, dict[str, object]]] = {
 }
 """Repositories of the paper's authors, whose files say nothing of them: backbone, and the settings of the paper's experiments."""
 
+SHIPPED = {
+    "checkpoints/smollm2-135m-locret": "locret_demo",
+    "checkpoints/gemma3-270m-locret": "locret_gemma3_270m",
+}
+"""Names of the heads that ship, in ``checkpoints/`` of a clone, and of their folders in a wheel, next to the kit. Gemma's are in
+clones only, because of their terms of use."""
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = re.compile(r"model\.layers\.\d+\.self_attn\.fc\d\.weight")
 """Names of weights in a checkpoint of the authors' training: of the backbone's first, and of a head."""
@@ -55,12 +62,28 @@ class Stored:
     """Weights by their published names."""
     path: Path
     """The file or folder, for messages."""
-    config: object = None
+    config: dict[str, object] | None = None
     """Fields of the configuration by name; None if the file does not name its backbone."""
     backbone: str | None = None
     """The backbone of a known repository whose file does not name it."""
     inference: dict[str, object] = field(default_factory=dict)
     """The settings of such a repository."""
+
+
+def heads_folder(name: str) -> Path:
+    """Folder of heads: a path as it is, and a name in ``SHIPPED`` wherever its files are."""
+    if name not in SHIPPED or Path(name).exists():
+        return Path(name)
+    return clone if (clone := index.INSTALLED / name).is_dir() else index.INSTALLED / SHIPPED[name]
+
+
+def shipped_for(model: str) -> str | None:
+    """Name of the heads that ship for a backbone, in float or packed form; None if there are none."""
+    for name in SHIPPED:
+        config = heads_folder(name) / CONFIG
+        if config.is_file() and bare_name(str(as_object(read_json(config), name)["backbone"])) == bare_name(model):
+            return name
+    return None
 
 
 KEPT = re.compile(r"^recall=(\d\.\d{4})-step=(\d+)$")
@@ -94,7 +117,8 @@ def read_checkpoint(source: Path | str, **access: Unpack[hub.Access]) -> Stored:
     if path.is_file():
         beside = path.with_name(CONFIG)
         if path.suffix == ".safetensors":
-            return Stored(read_weights(path), path, read_json(beside) if beside.exists() else None)
+            config = as_object(read_json(beside), f"{path}: a configuration of heads") if beside.exists() else None
+            return Stored(read_weights(path), path, config)
         return _read_torch_file(path)
     name = str(source)
     if path.suffix in (".pt", ".bin", ".safetensors") or name.startswith((".", "/")) or name.count("/") != 1:
@@ -189,8 +213,8 @@ class HeadsConfig:
     def for_backbone(cls, spec: BackboneSpec, backbone: str, d_hidden: int, **rest: object) -> HeadsConfig:
         """The configuration of heads of width ``d_hidden`` for a backbone."""
         dimensions = {name: getattr(spec, name) for name in (*DIMENSIONS, "activation")}
-        sizes = sizes_of(spec)
-        return build(cls, {"backbone": backbone, "d_hidden": d_hidden, **dimensions, "sizes": sizes, **rest})
+        own = cls(backbone=backbone, d_hidden=d_hidden, sizes=sizes_of(spec), **dimensions)
+        return replace(own, **rest)
 
     @property
     def layers(self) -> list[AttentionLayer]:
@@ -357,8 +381,7 @@ def _config_of(stored: Stored, backbone: str | None) -> HeadsConfig:
         path = path.with_name(CONFIG)
         if not path.exists():
             raise ValueError(f"{stored.path} does not name its backbone: give it (--model, or backbone=)")
-        raw = read_json(path)
-    raw = as_object(raw, f"{path}: a configuration of heads")
+        raw = as_object(read_json(path), f"{path}: a configuration of heads")
     with prefixed_errors(str(path), ValueError):
         if "architectures" in raw:
             raise ValueError("it is a backbone, not retaining heads: give it as --model (or model=)")

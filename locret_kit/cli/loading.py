@@ -13,7 +13,6 @@ from typing import Any, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .. import shipped
 from ..backbones import demo, probe
 from ..backbones.load import choose_adapter, load_backbone, load_tokenizer, other_backbone, pick_device
 from ..backbones.spec import text_config
@@ -25,7 +24,7 @@ from ..config.infer_options import AskOptions, ChatOptions, Dtype, Generation, I
 from ..config.schema import refuse
 from ..documents.document import Document
 from ..documents.document_text import describe
-from ..heads import RetainingHeads
+from ..heads import RetainingHeads, shipped_for
 from ..planning.text_budget import budget_of_text
 from ..policies import Policy
 from ..policies.grammar import parse_policy
@@ -157,7 +156,7 @@ def resolve_choice(
         ckpt, policy = demo.HEADS, policy or (ASKED if asked else None)
     named = parse_policy(policy) if policy is not None else None
     if model and not ckpt and (named is None or named.needs_heads):
-        ckpt = shipped.heads_for(model)
+        ckpt = shipped_for(model)
     if named is not None:
         named.heads_for(ckpt, "give --ckpt")
     heads = RetainingHeads.from_pretrained(ckpt, backbone=model) if ckpt else None

@@ -53,13 +53,13 @@ def run(args: VllmOptions, theirs: list[str]) -> int:
 def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
     """Settings of the server, and the backbone's name. Raises ValueError or OSError for heads and a policy that do
     not fit each other, or vLLM."""
-    from .. import shipped
     from ..backbones.gguf import is_gguf
     from ..backbones.load import resolve_model
+    from ..heads import shipped_for
     from ..vllm.server_settings import ServerSettings, VllmSettings, untrained
     from .loading import resolve_choice
 
-    alone = args.model and not args.ckpt and shipped.heads_for(args.model) is None
+    alone = args.model and not args.ckpt and shipped_for(args.model) is None
     policy = args.policy or (untrained() if alone else None)
     chosen = resolve_choice(args.ckpt, args.model, None, policy, args)
     if chosen.adapter is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tiny_gguf import tiny_source, write_gguf
 
-from locret_kit import shipped
+from locret_kit import heads as heads_module
 from locret_kit.backbones import gguf, index
 from locret_kit.backbones.gguf import gguf_file
 from locret_kit.backbones.load import load_backbone, other_backbone
@@ -172,10 +172,10 @@ def test_heads_that_ship_are_found_by_the_models_name(recorded, tmp_path, monkey
     model = tiny_source("qwen2")
     heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), recorded, 8, inference={"budget": 77}))
     names = {"checkpoints/one-locret": "locret_one", "checkpoints/two-locret": "locret_two"}
-    monkeypatch.setattr(shipped, "PACKAGES", names)
+    monkeypatch.setattr(heads_module, "SHIPPED", names)
     monkeypatch.setattr(index, "INSTALLED", tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert shipped.heads_for("lab/Tiny-Instruct") is None
+    assert heads_module.shipped_for("lab/Tiny-Instruct") is None
     for place in ("checkpoints/two-locret", "locret_two"):
         heads.save_pretrained(tmp_path / place)
         for name in ("lab/Tiny-Instruct", "lab/Tiny-Instruct-GGUF:Q4_K_M", "else/tiny-instruct-q4_0.gguf"):

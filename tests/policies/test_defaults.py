@@ -4,11 +4,10 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from locret_kit import shipped
 from locret_kit.backbones import demo, index
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cli import loading
-from locret_kit.heads import HeadsConfig, RetainingHeads, read_checkpoint, state_of
+from locret_kit.heads import HeadsConfig, RetainingHeads, heads_folder, read_checkpoint, state_of
 from locret_kit.planning import text_budget
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.registry import UNTRAINED
@@ -78,7 +77,7 @@ def test_names_hold_where_the_package_is_installed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(index, "INSTALLED", tmp_path / "site-packages")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert shipped.heads_folder(demo.HEADS) == tmp_path / "site-packages" / "locret_demo"
+    assert heads_folder(demo.HEADS) == tmp_path / "site-packages" / "locret_demo"
     assert demo.is_missing(demo.BACKBONE)
     demo.backbone_folder().mkdir(parents=True)
     assert demo.backbone_folder() == tmp_path / "cache" / "locret_kit" / "SmolLM2-135M-Instruct"

@@ -14,7 +14,7 @@ FLOORS = (
     {"settings", "hub"},
     {"backbones", "text"},
     {"answers"},
-    {"samples", "shipped"},
+    {"samples"},
     {"heads"},
     {"policies"},
     {"cache"},
