@@ -18,7 +18,6 @@ from ..policies.grammar import parse_policy
 from ..settings import Resolved, RunSettings
 from .context import Context, Stage
 from .due import Schedule
-from .second_reading import check_reread
 from .storage.codec import check_storage
 
 
@@ -71,6 +70,21 @@ class CacheOptions:
         schedule = Schedule.of(resolved, prompt_length)
         check_reread(self.policy, schedule)
         return resolved, schedule
+
+
+def check_reread(policy: Policy, schedule: Schedule) -> None:
+    """Raise ValueError where the prompt's end cannot be read twice as the policy asks; names setting and bound."""
+    if policy.reread is None:
+        return
+    name, s = f"policy={policy.name!r}", schedule
+    if s.one_shot:
+        raise ValueError(f"{name} reads the prompt's last tokens twice: one_shot=True holds none of them back")
+    if s.prompt_length is None:
+        raise ValueError(f"{name} reads the end of the prompt twice: pass prompt_length=")
+    if not 1 <= s.local_len <= s.chunk:
+        raise ValueError(
+            f"{name} reads the prompt's last local_len={s.local_len} tokens twice: from 1 to chunk={s.chunk} of them"
+        )
 
 
 def checked_arguments(arguments: Arguments, ctx: Context, seen: int, rows: int) -> Arguments:

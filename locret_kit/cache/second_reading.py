@@ -9,30 +9,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..policies import Policy
 from ..policies.base import Reread
 from .context import Context, Pins
-from .due import Schedule
 from .pins import pins_of
 from .storage.rows import BoundedLayer
 from .view import slots_of
 
 Kept = Tensor | list[list[Tensor]]
-
-
-def check_reread(policy: Policy, schedule: Schedule) -> None:
-    """Raise ValueError where the prompt's end cannot be read twice as the policy asks; names setting and bound."""
-    if policy.reread is None:
-        return
-    name, s = f"policy={policy.name!r}", schedule
-    if s.one_shot:
-        raise ValueError(f"{name} reads the prompt's last tokens twice: one_shot=True holds none of them back")
-    if s.prompt_length is None:
-        raise ValueError(f"{name} reads the end of the prompt twice: pass prompt_length=")
-    if not 1 <= s.local_len <= s.chunk:
-        raise ValueError(
-            f"{name} reads the prompt's last local_len={s.local_len} tokens twice: from 1 to chunk={s.chunk} of them"
-        )
 
 
 def choose_passages(ctx: Context, reread: Reread, layers: Sequence[BoundedLayer], total: int) -> list[int]:
