@@ -14,7 +14,8 @@ from typing import Literal
 from ..files import as_object, parse_json
 from ..naming import nearest, prefixed_errors
 from ..text.template import around_message, has_template, render_traced
-from ..text.untrusted import FIRST, Span, Traced, defused, encode, token_span
+from ..text.tokens import encode, token_span
+from ..text.untrusted import FIRST, Span, Traced, defused
 
 # ---- records, from files and from the Hub, as lists of chat messages --------------------------------------------------
 

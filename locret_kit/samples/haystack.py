@@ -24,7 +24,7 @@ import yaml
 from ..backbones.index import INSTALLED
 from ..files import read_utf8
 from ..naming import check_name, prefixed_errors
-from ..text.untrusted import encode
+from ..text.tokens import encode
 from . import SUFFIXES, read_records
 
 JARGON = (INSTALLED / "data" / "jargon.txt.gz", Path("/usr/share/doc/jargon-text/jargon.txt.gz"))

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..text.untrusted import encode, token_span
+from ..text.tokens import encode, token_span
 from . import Sample, encode_chat
 from .haystack import WORDS, cut, starts, take
 

@@ -15,7 +15,8 @@ from jinja2 import TemplateError
 from ..naming import first_line
 from ..settings import read_protect
 from .sandbox import LARGEST, compiled, limited_steps
-from .untrusted import FIRST, OWN, Span, Traced, controls, defused, encode, token_span, traced
+from .tokens import encode, token_span
+from .untrusted import FIRST, OWN, Span, Traced, controls, defused, traced
 
 Objects = Sequence[Mapping[str, object]]
 """Messages, or tools, as chat templates have them."""

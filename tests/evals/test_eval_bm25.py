@@ -11,7 +11,7 @@ from tiny_text import tiny_tokenizer
 
 from locret_kit.evals.engine import bm25
 from locret_kit.evals.tasks import Example, find_tasks
-from locret_kit.text.untrusted import encode
+from locret_kit.text.tokens import encode
 
 TEXTS = [
     "The ferry leaves at noon. The ferry is late!", "A ferry, a bridge and a tunnel; no ferry after dark.", "",

@@ -17,8 +17,8 @@ from locret_kit.evals.tasks.task import wrap
 from locret_kit.samples import encode_chat
 from locret_kit.serving.bodies import ChatBody
 from locret_kit.text.template import render, render_first, render_messages, render_prompt, render_turn
-from locret_kit.text.tokens import IdStream, ids_after, stream_ids
-from locret_kit.text.untrusted import CUT, Controls, defused, encode
+from locret_kit.text.tokens import IdStream, encode, ids_after, stream_ids
+from locret_kit.text.untrusted import CUT, Controls, defused
 
 WORDS = ("The harbour", " was quiet", "\n", "\n\n", " ", "<", "|", "[", "x", "\u4e2d", "<b>", "</think>", "<think>")
 

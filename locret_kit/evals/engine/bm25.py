@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ...samples.haystack import starts
 from ...text.template import render_prompt
-from ...text.untrusted import Span, encode
+from ...text.tokens import encode
+from ...text.untrusted import Span
 from ..metrics import library
 from ..tasks.task import Example
 

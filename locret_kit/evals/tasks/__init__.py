@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ...naming import check_name
 from ...samples.haystack import cut, load_text, starts
-from ...text.untrusted import encode
+from ...text.tokens import encode
 from .document_tasks import BENCHMARKS, averages, document_task, entries, is_file_of_records, read_table, records_task
 from .synthetic_tasks import NIAHS, STANDALONE_TASKS, niah_task, variable_tracking_task
 from .task import Example, Task, count_ids, needle_task, questions_task, spread_depth, wrap

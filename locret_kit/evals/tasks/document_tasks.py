@@ -25,7 +25,8 @@ import yaml
 
 from ...naming import first_line, prefixed_errors
 from ...samples import SUFFIXES, read_records, to_messages
-from ...text.untrusted import Span, encode
+from ...text.tokens import encode
+from ...text.untrusted import Span
 from ..metrics import Answer, Extra, get_metric
 from .task import Example, Task, count_ids, wrap
 
