@@ -117,8 +117,8 @@ def read_checkpoint(source: Path | str, **access: Unpack[hub.Access]) -> Stored:
     if path.is_file():
         beside = path.with_name(CONFIG)
         if path.suffix == ".safetensors":
-            config = as_object(read_json(beside), f"{path}: a configuration of heads") if beside.exists() else None
-            return Stored(read_weights(path), path, config)
+            named = as_object(read_json(beside), f"{path}: a configuration of heads") if beside.exists() else None
+            return Stored(read_weights(path), path, named)
         return _read_torch_file(path)
     name = str(source)
     if path.suffix in (".pt", ".bin", ".safetensors") or name.startswith((".", "/")) or name.count("/") != 1:
@@ -213,8 +213,8 @@ class HeadsConfig:
     def for_backbone(cls, spec: BackboneSpec, backbone: str, d_hidden: int, **rest: object) -> HeadsConfig:
         """The configuration of heads of width ``d_hidden`` for a backbone."""
         dimensions = {name: getattr(spec, name) for name in (*DIMENSIONS, "activation")}
-        own = cls(backbone=backbone, d_hidden=d_hidden, sizes=sizes_of(spec), **dimensions)
-        return replace(own, **rest)
+        sizes = sizes_of(spec)
+        return build(cls, {"backbone": backbone, "d_hidden": d_hidden, **dimensions, "sizes": sizes, **rest})
 
     @property
     def layers(self) -> list[AttentionLayer]:
