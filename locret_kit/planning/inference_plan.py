@@ -11,8 +11,9 @@ tokens (``weight_bits.scratch_bytes``). Library workspaces and the CUDA context 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -28,7 +29,6 @@ from ..policies import Policy
 from ..policies.base import Recall
 from ..policies.grammar import parse_policy
 from ..settings import INT32_MAX, Resolved, RunSettings
-from ..validation import build
 from .backbone_sizes import ITEM_BYTES, BackboneSizes, head_parameters
 
 
@@ -93,9 +93,9 @@ class Setting:
         _ = self.schedule  # names the field that is out of bounds
         check_storage(self.run.kv_bits, self.policy)
 
-    def with_run(self, **changes: object) -> Setting:
+    def with_run(self, **changes: Any) -> Setting:
         """The setting with other settings of the cache."""
-        return replace(self, run=build(type(self.run), {**asdict(self.run), **changes}))
+        return replace(self, run=replace(self.run, **changes))
 
     @cached_property
     def chunked(self) -> Resolved:
