@@ -132,6 +132,11 @@ class RunSettings:
         return RunSettings(**{item.name: getattr(self, item.name) for item in fields(RunSettings)})
 
     @property
+    def by_length(self) -> bool:
+        """Whether a prompt's length decides its budget or chunk."""
+        return self.one_shot or isinstance(self.budget, float)
+
+    @property
     def portable(self) -> dict[str, object]:
         """The settings by name, in the form of a file. The last one exists only in files of earlier versions."""
         return {**asdict(self), "store_bits": None}

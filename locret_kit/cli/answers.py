@@ -26,11 +26,11 @@ from ..runtime.report import versions, weights_hash
 from ..runtime.sequence import Request, Sequence
 from ..runtime.session import Answer
 from ..runtime.thoughts import Thought
-from ..text.template import has_template, render_messages
-from ..text.tokens import answer_text, stream_ids
+from ..text.template import message_ids, prompt_ids
+from ..text.tokens import answer_text
 from ..validation import build
 from . import loading
-from .command import check_question, evidence_lines, note, progress, record_of, title_of, write_answer
+from .command import note, progress, record_of, title_of, write_answer
 
 SHARED = (*(item.name for item in fields(Generation)), "seed")
 """Options that a line may have for itself."""
@@ -40,10 +40,6 @@ def answer_questions(args: InferOptions, text: Iterable[str]) -> int:
     """Load, then answer the questions about a text, or continue it. Each answer is begun when it is shown; the text is read once
     for all of them where they are then the same. Raises ValueError or OSError with a one-line message."""
     questions: list[str | None] = [*args.question] or [None]  # None: the text is continued
-    # Where a prompt's length decides its budget or chunk, each question reads the text by itself.
-    by_length = isinstance(args.budget, float) or args.one_shot
-    if args.evidence and (by_length or not args.question):
-        raise ValueError("evidence needs a --question, and a --budget in slots without --one-shot")
     generation, say = loading.generation_of(args), (lambda line: None) if args.quiet else note
     chosen = loading.resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args, asked=questions != [None])
     say(f"backbone: {chosen.backbone}")
@@ -51,7 +47,7 @@ def answer_questions(args: InferOptions, text: Iterable[str]) -> int:
         say("no --question: the text is continued")
     text = list(text) if len(questions) > 1 or args.evidence else text
     tokenizer = chosen.open_tokenizer(args)
-    prompts = [loading.prompt_ids(tokenizer, text, question, chat=args.chat) for question in questions]
+    prompts = [prompt_ids(tokenizer, text, question, chat=args.chat) for question in questions]
     say(f"prompt: {' and '.join(str(len(ids)) for ids in prompts)} tokens")
     model, _ = chosen.load(args, tokenizer)
     if args.dtype == "auto":
@@ -62,15 +58,14 @@ def answer_questions(args: InferOptions, text: Iterable[str]) -> int:
     def answer_one(question: str | None, ids: array[int]) -> Answer:
         cache, warning = chosen.cache(run, tokenizer, ids, asked=args.chat and question is not None)
         warnings.append(warning)
-        limit = args.max_thought_tokens
-        thought = None if question is None else Thought.after(tokenizer, ids, max_tokens=limit)
+        thought = None if question is None else Thought.after(tokenizer, ids, max_tokens=args.max_thought_tokens)
         return Answer(
             model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=generation["sampling"], seed=args.seed,
             progress=None if args.quiet else progress(full=run.budget or 0), thought=thought,
         )  # fmt: skip
 
     answers = map(answer_one, questions, prompts)
-    if args.evidence or (len(questions) > 1 and tokenizer.is_fast and not by_length):
+    if args.evidence or (len(questions) > 1 and tokenizer.is_fast and not args.by_length):
         document = Document.read(
             model, tokenizer, text, run, chosen.policy, chosen.heads, chat=args.chat, title=title_of(args.file),
             progress=None if args.quiet else progress(full=run.budget or 0),
@@ -83,9 +78,7 @@ def answer_questions(args: InferOptions, text: Iterable[str]) -> int:
             note(line)
         asked = {"question": question} if len(questions) > 1 else {}
         write_answer(answer, asked.get("question"), first=not reports, quiet=args.quiet)
-        for line in evidence_lines(answer):
-            print(line)
-        for line in (*answer.report.lines(), *loading.remarks(answer, args)):
+        for line in (*answer.report.lines(), *answer.notices):
             say(line)
         reports.append({**asked, **answer.report.to_dict(), **record_of(answer)})
     if args.report:
@@ -115,7 +108,6 @@ def answer_batch(args: InferOptions, target: Path, lines: dict[str, tuple[Name, 
     """Load the model and answer the remaining prompts; returns the exit status. Raises ValueError or OSError with a
     one-line message."""
     left, total = [line for key, line in lines.items() if key not in done], len(lines)
-    loading.sampling_of(args)
     chosen = loading.resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args)
     if not left:
         note(f"{target} has an answer for each of the {total} prompts")
@@ -124,7 +116,7 @@ def answer_batch(args: InferOptions, target: Path, lines: dict[str, tuple[Name, 
     warn = functools.cache(partial(tqdm.write, file=sys.stderr))  # each once
     for line in chosen.warnings:
         warn(line)
-    errors: list[Name] = []
+    errors, defaults = list[Name](), {name: getattr(args, name) for name in SHARED}
     bar = tqdm(total=total, initial=total - len(left), unit="prompt", disable=args.quiet)
     with prefixed_errors(f"cannot write {target}", OSError), open(target, "a", encoding="utf-8") as out, bar:
 
@@ -135,8 +127,7 @@ def answer_batch(args: InferOptions, target: Path, lines: dict[str, tuple[Name, 
                 errors.append(name)
 
         def new_cache(line: Line) -> BoundedCache:
-            settings = replace(args.run, seed=line.seed)
-            cache, warning = chosen.cache(settings, tokenizer, line.ids, asked=line.asked)
+            cache, warning = chosen.cache(replace(args.run, seed=line.seed), tokenizer, line.ids, asked=line.asked)
             if warning:
                 warn(warning)
             return cache
@@ -144,14 +135,14 @@ def answer_batch(args: InferOptions, target: Path, lines: dict[str, tuple[Name, 
         def requests() -> Iterator[Line]:
             for name, data in left:
                 try:
-                    prompt = read_line(args, data)
-                    sampling = loading.sampling_of(prompt)
-                    ids, asked = ids_of(args, prompt, tokenizer)
+                    prompt = read_line(data, defaults)
+                    ids, asked = ids_of(prompt, tokenizer, args.chat)
                 except ValueError as error:
                     write(name, error=first_line(error))
                     continue
                 limit = prompt.max_thought_tokens
                 thought = None if prompt.prompt is not None else Thought.after(tokenizer, ids, max_tokens=limit)
+                sampling = loading.sampling_of(prompt)
                 yield Line(ids, prompt.max_new_tokens, sampling, prompt.seed, name=name, asked=asked, thought=thought)
 
         for sequence in run(model, tokenizer, requests(), new_cache, max_running=args.batch_size):
@@ -162,8 +153,8 @@ def answer_batch(args: InferOptions, target: Path, lines: dict[str, tuple[Name, 
     return 1 if errors else 0
 
 
-def read_line(args: InferOptions, data: object) -> BatchPrompt:
-    """A line's prompt. The command's options are the defaults.
+def read_line(data: object, defaults: Mapping[str, object]) -> BatchPrompt:
+    """A line's prompt. The command's options are the ``defaults``.
 
     Raises:
         ValueError: an invalid line, with the reason.
@@ -172,35 +163,33 @@ def read_line(args: InferOptions, data: object) -> BatchPrompt:
         raise data
     if not isinstance(data, Mapping):
         raise ValueError('a prompt must be an object, such as {"prompt": "..."}')
-    prompt = build(BatchPrompt, {name: getattr(args, name) for name in SHARED} | dict(data), "field")
+    prompt = build(BatchPrompt, {**defaults, **data}, "field")
     if not prompt.temperature and (idle := {"top_k", "top_p"} & data.keys()):
         raise ValueError(f"{min(idle)} has no effect at temperature 0, which is greedy")
     return prompt
 
 
-def ids_of(args: InferOptions, prompt: BatchPrompt, tokenizer: PreTrainedTokenizerBase) -> tuple[array[int], bool]:
+def ids_of(prompt: BatchPrompt, tokenizer: PreTrainedTokenizerBase, chat: bool) -> tuple[array[int], bool]:
     """Token ids, and whether they are a user's one message in the chat template.
 
     Raises:
-        ValueError: no tokens, an empty question, messages without a chat template or that it refuses.
+        ValueError: no tokens, messages without a chat template or that it refuses.
     """
     asked = prompt.question is not None
     if prompt.messages is not None:
-        if not args.chat:
+        if not chat:
             raise ValueError("messages go through the chat template: leave out --no-chat")
         asked = [message.get("role") for message in prompt.messages] == ["user"]
         if not prompt.messages or prompt.messages[-1].get("role") == "assistant":
             raise ValueError("the last message must not be the assistant's")
         if wrong := next((message for message in prompt.messages if message.keys() != {"role", "content"}), None):
             raise ValueError(f"a message must have role and content, not {', '.join(wrong) or 'nothing'}")
-        ids = stream_ids(tokenizer, render_messages(tokenizer, prompt.messages), special=not has_template(tokenizer))
+        ids = message_ids(tokenizer, prompt.messages)
     else:
-        if prompt.question is not None:
-            check_question(prompt.question)
-        ids = loading.prompt_ids(tokenizer, [prompt.text or prompt.prompt or ""], prompt.question, chat=args.chat)
+        ids = prompt_ids(tokenizer, [prompt.text or prompt.prompt or ""], prompt.question, chat=chat)
     if not len(ids):
         raise ValueError("the prompt holds no tokens")
-    return ids, asked and args.chat
+    return ids, asked and chat
 
 
 def record(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:

@@ -11,14 +11,14 @@ from ..cache.file import read_record
 from ..config.infer_options import ASK, AskOptions
 from ..files import read_utf8
 from ..naming import prefixed_errors
-from .command import check_question, entry, evidence_lines, note, record_of, write_answer
+from .command import entry, note, record_of, write_answer
 
 
 def run_ask(args: AskOptions) -> int:
     """Load, ask, print. Raises ValueError or OSError with a one-line message."""
     questions = questions_of(args)
     read_record(Path(args.book))
-    from .loading import generation_of, open_document, remarks
+    from .loading import generation_of, open_document
 
     generation = generation_of(args)
     document, chosen = open_document(args.book, args, args.force)
@@ -44,22 +44,18 @@ def run_ask(args: AskOptions) -> int:
             print(json_line(record), flush=True)
             continue
         write_answer(answer, question if len(questions) > 1 else None, first=not number, quiet=args.quiet)
-        for line in evidence_lines(answer):
-            print(line)
-        for line in () if args.quiet else remarks(answer, args):
+        for line in () if args.quiet else answer.notices:
             note(line)
     return 0
 
 
 def questions_of(args: AskOptions) -> list[str]:
-    """The questions, in order. Raises ValueError where there is none, one is empty or no UTF-8, or a file cannot be read."""
+    """The questions, in order. Raises ValueError where there is none, or a file cannot be read."""
     questions = list(args.question)
     if args.question_file:
         questions += [line.strip() for line in words_of(args.question_file).split("\n") if line.strip()]
     if not questions:
         raise ValueError('ask something: locret-ask book.locret "question", or --question-file FILE')
-    for question in questions:
-        check_question(question)
     return questions
 
 

@@ -260,11 +260,9 @@ class Talk:
 
     def _stream(self, pieces: Generator[str, None, None]) -> None:
         self.screen.stream(pieces)
-        from .loading import remarks
-
         if (answer := self.chat.answer) is not None:
             empty = () if str(answer).strip() else ("an empty answer",)
-            for line in (*evidence_lines(answer), *remarks(answer, self.args), *empty):
+            for line in (*evidence_lines(answer), *answer.notices, *empty):
                 self.screen.note(line)
 
     def retry(self) -> None:

@@ -245,23 +245,13 @@ def progress(what: str = "prefill", full: float = 0) -> Callable[[int, int], Non
     return show
 
 
-def check_question(question: str) -> None:
-    """Raise ValueError for a question without words, or with bytes of another encoding, as the shell gave them."""
-    if not question.strip():
-        raise ValueError("the question is empty")
-    with prefixed_errors("the question is not UTF-8", UnicodeEncodeError):
-        question.encode()
-
-
-def write_answer(
-    answer: Iterable[str], question: str | None = None, *, first: bool = True, quiet: bool = False
-) -> None:
-    """Write an answer to stdout while it is made, below its question where one is given."""
+def write_answer(answer: Answer, question: str | None = None, *, first: bool = True, quiet: bool = False) -> None:
+    """Write an answer to stdout while it is made, below its question where one is given, and its evidence below it."""
     if question is not None:
         to_stdout("" if first else "\n", f"question: {question}\n", sep="")
     for piece in collapse(answer, quiet=quiet):
         to_stdout(piece)
-    to_stdout("\n")
+    to_stdout("\n", *(f"{line}\n" for line in evidence_lines(answer)), sep="")
 
 
 def evidence_lines(answer: Answer) -> list[str]:

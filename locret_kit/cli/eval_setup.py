@@ -17,7 +17,7 @@ from ..files import as_object, read_json
 from ..heads import RetainingHeads
 from ..runtime.report import weights_hash
 from ..settings import PUBLISHED, Resolved, read_protect
-from .loading import set_template
+from ..text.template import set_defaults
 
 CONFIG = "config.json"
 
@@ -128,7 +128,7 @@ def load_setup(config: EvalConfig, parts: EvalParts) -> Setup:
     if device in (None, "auto", "cuda") and torch.cuda.is_available():  # a device of its own for each local process
         device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"
     model, tokenizer = load_backbone(parts.model, dtype=config.dtype, device=device, adapter=adapter, weight_bits=bits)
-    set_template(tokenizer, config)
+    set_defaults(tokenizer, config.template_kwargs, config.think, config.reasoning_effort)
     for checkpoint in parts.heads.values():
         checkpoint.check_backbone(describe(model).spec)
         checkpoint.to(model.device, model.dtype)

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..config.infer_options import INFER, InferOptions, Name
-from ..config.schema import refuse
 from ..files import locked, parse_json, write_text
 from ..naming import prefixed_errors
-from .command import check_question, check_target, entry, text_of
+from .command import check_target, entry, text_of
 
 BatchFiles = tuple[Path, dict[str, tuple[Name, object]], set[str]]
 """The file of answers; each prompt's id and its line's value, or the ValueError that says why there is none, by the id's key; and
@@ -23,17 +22,14 @@ the keys of those that have an answer."""
 def run(args: InferOptions) -> int:
     """Check everything, read, answer. Raises ValueError or OSError with a one-line message."""
     if args.batch:
-        with open_batch(args) as batch:
+        with open_batch(Path(args.batch), args.out) as batch:
             from .answers import answer_batch
 
             return answer_batch(args, *batch)
-    refuse(args, ("out", "batch_size"), "without --batch")
-    for question in args.question:
-        check_question(question)
+    if args.evidence and (args.by_length or not args.question):
+        raise ValueError("evidence needs a --question, and a --budget in slots without --one-shot")
     if args.report:
         check_target(Path(args.report), "report", source=args.file)
-    if not args.question:
-        refuse(args, ("chat",), "without --question: the text is then the whole prompt")
     text = text_of(args.file, args.include)  # before torch is imported: a name that is wrong is twice at once
     from .answers import answer_questions
 
@@ -41,14 +37,12 @@ def run(args: InferOptions) -> int:
 
 
 @contextmanager
-def open_batch(args: InferOptions) -> Iterator[BatchFiles]:
+def open_batch(batch: Path, out: str | None) -> Iterator[BatchFiles]:
     """The files, for this process alone. Raises ValueError or OSError with a one-line message."""
-    refuse(args, ("file", "include", "question", "report", "evidence"), "with --batch, whose lines have the questions")
-    if not args.out:
+    if not out:
         raise ValueError("--batch needs a file for the answers: give -o answers.jsonl")
-    batch, target = Path(str(args.batch)), Path(args.out)
-    check_target(target, "out", source=args.batch)
-    busy = f"out={args.out!r} is being written by another process"
+    target, busy = Path(out), f"out={out!r} is being written by another process"
+    check_target(target, "out", source=str(batch))
     with locked(target.with_name(f".{target.name}.lock"), busy):
         yield target, read_prompts(batch), keep_answers(target)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from ..cache.file import read_record
 from ..config.infer_options import KEPT, KeptOptions
-from ..config.schema import refuse
 from ..files import write_beside
 from ..text.converters import PAGE
 from ..validation import display
@@ -16,10 +15,7 @@ from .command import check_target, entry
 def run_kept(args: KeptOptions) -> int:
     """Show the kept tokens. Raises ValueError or OSError with a one-line message."""
     if args.out is not None:
-        refuse(args, ("layer", "head"), "with --out: the page shows each")
         check_target(Path(args.out), "out", replace=args.overwrite, source=args.file)
-    else:
-        refuse(args, ("overwrite",), "without --out")
     read_record(Path(args.file))
 
     from ..backbones.load import load_tokenizer

@@ -3,11 +3,8 @@ after all other checks."""
 
 from __future__ import annotations
 
-import json
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +18,6 @@ from ..cache.bounded import BoundedCache
 from ..cache.due import Schedule
 from ..cache.storage.codec import check_storage
 from ..config.infer_options import AskOptions, ChatOptions, Dtype, Generation, InferOptions, Machine, ReadOptions
-from ..config.schema import refuse
 from ..documents.document import Document
 from ..documents.document_text import describe
 from ..heads import RetainingHeads, shipped_for
@@ -29,11 +25,10 @@ from ..planning.text_budget import budget_of_text
 from ..policies import Policy
 from ..policies.grammar import parse_policy
 from ..policies.registry import UNTRAINED, Stabilizers
-from ..runtime.session import Answer, Sampling, reading_time, thought_notice
+from ..runtime.session import Sampling, reading_time
 from ..settings import RunSettings, read_protect, too_few
-from ..text.template import DEFAULTS, has_template, protected_spans, render_messages, render_prompt, thinking_arguments
-from ..text.tokens import stream_ids
-from ..text.untrusted import Span, defused_pieces
+from ..text.template import protected_spans, set_defaults
+from ..text.untrusted import Span
 
 ASKED = "rereading-locret"
 """The default policy with the demo's heads, if the text is read only for its questions."""
@@ -76,7 +71,7 @@ class ModelChoice:
         """The tokenizer, with the chat template's arguments. Raises ValueError, OSError: it or the device is not there."""
         pick_device(machine.device)  # before a long text is tokenised
         tokenizer = load_tokenizer(self.backbone)
-        set_template(tokenizer, machine)
+        set_defaults(tokenizer, machine.template_kwargs, machine.think, machine.reasoning_effort)
         return tokenizer
 
     def load(
@@ -103,16 +98,15 @@ class ModelChoice:
         """The settings, with a budget for the text if none was given. ``turns``: additional slots for a
         conversation. ``say`` gets lines to show before a long prefill: the budget, a warning of too few slots for
         facts, and the expected time."""
-        resolved = run.resolved(self.published, len(ids))
         lines: list[str | None] = []
-        budget = resolved.budget
         if run.budget is None and self.evicts:
-            budget, line = budget_of_text(model, self.policy, resolved, len(ids), turns)
+            budget, line = budget_of_text(model, self.policy, run.resolved(self.published, len(ids)), len(ids), turns)
             run, lines = replace(run, budget=budget), [line]
         if say is None:
             return run
+        settings = run.resolved(self.published, len(ids))
         if self.evicts and self.policy.recall is None and self.policy.reread is None:
-            few = too_few(budget, len(ids))
+            few = too_few(settings.budget, len(ids))
             lines.append(few and f"warning: {few}")
             window = getattr(text_config(model), "max_position_embeddings", None) or len(ids)
             if len(ids) >= MANY_WINDOWS * window:
@@ -120,8 +114,7 @@ class ModelChoice:
                 again = f"; --policy rereading-locret {more}" if self.heads is not None else ""
                 times = f"{len(ids) // window} times the model's window of {window:,}"
                 lines.append(f"warning: {len(ids):,} tokens are {times}: single facts are often missed{again}")
-        settings = run.resolved(self.published, len(ids))
-        lines.append(reading_time(model, ids, settings, self.policy, self.policy.heads_for(self.heads)))
+        lines.append(reading_time(model, ids, settings, self.policy, self.heads))
         for line in filter(None, lines):
             say(line)
         return run
@@ -157,20 +150,16 @@ def resolve_choice(
     named = parse_policy(policy) if policy is not None else None
     if model and not ckpt and (named is None or named.needs_heads):
         ckpt = shipped_for(model)
-    if named is not None:
-        named.heads_for(ckpt, "give --ckpt")
     heads = RetainingHeads.from_pretrained(ckpt, backbone=model) if ckpt else None
     config = heads.config if heads else None
     chosen = named or parse_policy(config.policy if config else UNTRAINED[0])
+    chosen.heads_for(heads, "give --ckpt")
     warnings: list[str | None] = []
     if run is not None:  # before anything big is loaded
         check_storage(run.kv_bits, chosen)
         if run.backend is not None:
             _ = BACKENDS[run.backend]  # raises for a name that nobody has
-        if run.one_shot:
-            why = "with --one-shot, which evicts once, after the whole prompt"
-            refuse(run, ("chunk", "stabilizers", "local_len"), why)
-        elif not isinstance(run.budget, float):
+        if not run.by_length:
             length = None if run.decode_every is None else 1
             Schedule.of(run.resolved(config.inference if config else {}, length), length)
         if run.stabilizers is not None and not any(isinstance(scope, Stabilizers) for scope in chosen.scopes):
@@ -185,57 +174,15 @@ def resolve_choice(
     return ModelChoice(name, heads, chosen, adapter, tuple(filter(None, warnings)), ckpt)
 
 
-def set_template(tokenizer: PreTrainedTokenizerBase, machine: Machine) -> None:
-    """Set the arguments of the tokenizer's chat template.
-
-    Raises:
-        ValueError: invalid JSON, or an argument that the template does not take.
-    """
-    if machine.template_kwargs is None and machine.think is None and machine.reasoning_effort is None:
-        return
-    try:
-        arguments = json.loads(machine.template_kwargs or "{}")
-    except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise ValueError(f"template_kwargs={machine.template_kwargs!s:.64} must be a JSON object")
-    arguments |= thinking_arguments(tokenizer, machine.think, machine.reasoning_effort)
-    render_messages(tokenizer, [{"role": "user", "content": "?"}], arguments=arguments)
-    setattr(tokenizer, DEFAULTS, arguments)
-
-
 def sampling_of(args: Generation) -> Sampling:
-    """Options of sampling. Raises ValueError for values out of bounds."""
+    """Options of sampling."""
     return Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
 
 
 def generation_of(args: InferOptions | AskOptions | ChatOptions) -> dict[str, Any]:
-    """Arguments of ``Document.ask``. Raises ValueError for values out of bounds, and for options without effect."""
-    if args.temperature == 0:
-        refuse(args, ("top_k", "top_p"), "at temperature 0, which is greedy")
+    """Arguments of ``Document.ask``."""
     names = ("max_new_tokens", "max_thought_tokens", "seed")
     return {"sampling": sampling_of(args), **{name: getattr(args, name) for name in names}}
-
-
-def remarks(answer: Answer, args: Generation) -> Iterator[str]:
-    """Lines about an answer whose thought or text was cut, once it has ended."""
-    if said := thought_notice(answer.thought):
-        yield said
-    if answer.finish_reason == "length":
-        yield f"the answer was cut after max_new_tokens={args.max_new_tokens}: --max-new-tokens N gives it more"
-
-
-def prompt_ids(
-    tokenizer: PreTrainedTokenizerBase, text: Iterable[str], question: str | None, *, chat: bool
-) -> array[int]:
-    """Token ids of a text, with or without a question after it. With the chat template, no control token forms in
-    text or question."""
-    if question is None:
-        return stream_ids(tokenizer, text, special=True)
-    before, after = render_prompt(tokenizer, "", question, chat=chat)
-    if chat:
-        text = defused_pieces(tokenizer, text, before)
-    return stream_ids(tokenizer, chain([before], text, [after]), special=not (chat and has_template(tokenizer)))
 
 
 def not_shown(protect: str | None, spans: Sequence[Span]) -> str | None:

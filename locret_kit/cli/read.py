@@ -3,21 +3,15 @@
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..cache.file import read_record
 from ..config.infer_options import READ, ReadOptions
-from ..config.schema import refuse
-from ..settings import RunSettings
 from .command import check_target, entry, note, progress, text_of, title_of
 
 if TYPE_CHECKING:
     from ..documents.document import Document
-
-AS_BEFORE = (*(item.name for item in fields(RunSettings)), "policy", "chat", "title")
-"""Options that say how a text is read, which goes on as it began."""
 
 
 def run_read(args: ReadOptions) -> int:
@@ -29,7 +23,6 @@ def run_read(args: ReadOptions) -> int:
         raise ValueError("give --append or --overwrite, not both")
     check_target(target, "out", source=args.file)
     if args.append:
-        refuse(args, AS_BEFORE, "with --append: the document keeps its settings")
         if not target.exists():
             raise FileNotFoundError(f"out={str(target)!r} does not exist: leave out --append to create it")
         read_record(target)

@@ -1,16 +1,31 @@
 """Options of all commands that load a backbone, and of ``locret-infer``, ``locret-read``, ``locret-info``,
 ``locret-ask``, ``locret-kept`` and ``locret-chat``. Imports no torch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import chain
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Interval
+from annotated_types import Ge, Gt, Interval, Predicate
 
+from ..naming import prefixed_errors
 from ..settings import Count, RunSettings, Slots, Thoughts
 from ..validation import Description, validate_fields
-from .schema import Command, Repeatable
+from .schema import Command, Idle, Repeatable
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def is_question(text: str) -> bool:
+    """True. Raises ValueError for a text without words, or with bytes of another encoding, as the shell gave them."""
+    if not text.strip():
+        raise ValueError("the question is empty")
+    with prefixed_errors("the question is not UTF-8", UnicodeEncodeError):
+        text.encode()
+    return True
+
+
+Questioned = Annotated[list[str], Repeatable(), Predicate(lambda texts: all(map(is_question, texts)))]
+"""Questions of a command line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +87,7 @@ class Text:
     `documents`). Of a folder all text files are read that git does not ignore, each under its path."""
     include: Annotated[list[str], Repeatable()] = field(default_factory=list)
     """The files of a folder by name or path, such as '*.py'. Repeat the option to give several patterns."""
-    question: Annotated[list[str], Repeatable()] = field(default_factory=list)
+    question: Questioned = field(default_factory=list)
     """A question about the text, asked through the chat template. Repeat the option to ask several. The text is read
     once, unless the budget is a share of each prompt. Without a question the text is continued."""
     chat: bool = True
@@ -157,7 +172,7 @@ class BatchPrompt(Generation):
     id: Annotated[Name | None, Description("a text or an integer")] = None
     prompt: str | None = None
     text: str | None = None
-    question: str | None = None
+    question: Annotated[str, Predicate(is_question)] | None = None
     messages: Annotated[
         list[dict[str, str]] | None, Description('a list of {"role": ..., "content": ...}, both texts')
     ] = None
@@ -174,12 +189,34 @@ class BatchPrompt(Generation):
             raise ValueError("give text and question together; to continue a text, give it as prompt")
 
 
+def _idle_greedy(options: Generation) -> Idle:
+    if options.temperature == 0:
+        yield ("top_k", "top_p"), "at temperature 0, which is greedy"
+
+
+def _idle_one_shot(options: RunSettings) -> Idle:
+    if options.one_shot:
+        yield ("chunk", "stabilizers", "local_len"), "with --one-shot, which evicts once, after the whole prompt"
+
+
+def _idle_infer(options: InferOptions) -> Idle:
+    yield from _idle_one_shot(options)
+    if options.batch:
+        yield ("file", "include", "question", "report", "evidence"), "with --batch, whose lines have the questions"
+        return
+    yield ("out", "batch_size"), "without --batch"
+    if not options.question:
+        yield ("chat",), "without --question: the text is then the whole prompt"
+    yield from _idle_greedy(options)
+
+
 INFER = Command(
     "locret-infer",
     InferOptions,
     "[FILE] [--key value | key=value ...]",
     ("file", "question", "model", "ckpt", "budget", "policy", "max_new_tokens", "batch", "report", "quiet"),
     positional=("file",),
+    idle=_idle_infer,
 )
 
 
@@ -258,7 +295,7 @@ class Questions:
 
     book: str
     """A document written by locret-read."""
-    question: Annotated[list[str], Repeatable()] = field(default_factory=list)
+    question: Questioned = field(default_factory=list)
     """A question about the text. Questions do not see each other."""
     question_file: str | None = None
     """A file of questions, one per line; - is stdin."""
@@ -305,12 +342,28 @@ class KeptOptions:
     """The backbone with the document's tokenizer: a folder or a Hub id. Default: named in the document."""
 
 
+AS_BEFORE = (*(item.name for item in fields(RunSettings)), "policy", "chat", "title")
+"""Options that say how a text is read, which goes on as it began."""
+
+
+def _idle_read(options: ReadOptions) -> Idle:
+    if options.append:
+        yield AS_BEFORE, "with --append: the document keeps its settings"
+    yield from _idle_one_shot(options)
+
+
+def _idle_kept(options: KeptOptions) -> Idle:
+    page = options.out is not None
+    yield (("layer", "head"), "with --out: the page shows each") if page else (("overwrite",), "without --out")
+
+
 READ = Command(
     "locret-read",
     ReadOptions,
     "[FILE] [-o BOOK.locret] [--key value | key=value ...]",
     ("file", "out", "model", "ckpt", "budget", "policy", "append", "overwrite", "title", "quiet"),
     positional=("file",),
+    idle=_idle_read,
 )
 INFO = Command("locret-info", InfoOptions, "BOOK.locret [--json]", positional=("file",))
 ASK = Command(
@@ -319,9 +372,14 @@ ASK = Command(
     "BOOK.locret [QUESTION ...] [--key value | key=value ...]",
     ("book", "question", "question_file", "model", "ckpt", "max_new_tokens", "temperature", "json", "force", "quiet"),
     positional=("book", "question"),
+    idle=_idle_greedy,
 )
 KEPT = Command(
-    "locret-kept", KeptOptions, "BOOK.locret [-o PAGE.html] [--key value | key=value ...]", positional=("file",)
+    "locret-kept",
+    KeptOptions,
+    "BOOK.locret [-o PAGE.html] [--key value | key=value ...]",
+    positional=("file",),
+    idle=_idle_kept,
 )
 
 
@@ -366,4 +424,5 @@ CHAT = Command(
     "[BOOK.locret | FILE] [--key value | key=value ...]",
     ("file", "model", "ckpt", "budget", "history", "policy", "max_new_tokens", "temperature", "system", "history_file"),
     positional=("file",),
+    idle=lambda options: chain(_idle_greedy(options), _idle_one_shot(options)),
 )

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="DataclassInstance")
 Values = dict[str, object]
+Idle = Iterator[tuple[Iterable[str], str]]
+"""Options without effect, and the reasons."""
 
 
 class UsageError(ValueError):
@@ -59,6 +61,8 @@ class Command(Generic[T]):
     """Options by alias."""
     complete: Callable[[Values], Values] = dict
     """Function that completes the given values before the options are built."""
+    idle: Callable[[T], Idle] = lambda options: iter(())
+    """Function that names the options without effect beside the others. One that is given is an error."""
 
     @property
     def usage(self) -> str:
@@ -221,7 +225,7 @@ def read(command: Command[T], argv: list[str]) -> T | None:
 
     Raises:
         UsageError: an unknown option, suggests the nearest; one without a value, or given twice.
-        ValueError: a value of a wrong type or out of bounds; a file that cannot be read.
+        ValueError: a value of a wrong type or out of bounds; one without effect; a file that cannot be read.
     """
     if {"-h", "--help"} & {*argv}:
         print(help_of(command, everything="all" in argv))
@@ -232,6 +236,8 @@ def read(command: Command[T], argv: list[str]) -> T | None:
     values = command.complete(given_by(command, [word for word in argv if word != "--print-config"]))
     options = assemble(command.schema, values)
     if "--print-config" not in argv:
+        for names, why in command.idle(options):
+            refuse(options, names, why)
         return options
     import yaml
 

@@ -155,6 +155,13 @@ class Engine:
         self._let_go()
         return changed
 
+    def read(self, sequence: Sequence, cache: BoundedCache, progress: Callable[[int, int], None] | None) -> None:
+        """Read the prompt of the one sequence into its ``cache``. ``progress(done, total)`` is called after every piece."""
+        while self.running and sequence.reading:
+            self.step()
+            if progress:
+                progress(cache.get_seq_length(), len(sequence.request.ids))
+
     def _let_go(self) -> None:
         """Let sequences leave that have ended."""
         self.running = [sequence for sequence in self.running if sequence.finish_reason is None]

@@ -55,19 +55,11 @@ def prefill(
     engine = Engine(model, frozenset(), alone=True, graph=graph)
     sequence = engine.add(Request(ids, 0), lambda: cache)
     with attached(model):
-        _read(engine, sequence, cache, progress)
+        engine.read(sequence, cache, progress)
     assert sequence.logits_V is not None
     if sequence.logits_V.is_cuda:  # so that the time of a prefill is a prefill's
         torch.cuda.synchronize(sequence.logits_V.device)
     return sequence.logits_V
-
-
-def _read(engine: Engine, sequence: Sequence, cache: BoundedCache, progress: Callable[[int, int], None] | None) -> None:
-    """Read the prompt of an engine's one sequence."""
-    while engine.running and sequence.reading:
-        engine.step()
-        if progress:
-            progress(cache.get_seq_length(), len(sequence.request.ids))
 
 
 LONG = 8192
@@ -114,9 +106,9 @@ def seconds_per_token(model: PreTrainedModel, ids: abc.Sequence[int], cache: Bou
                 rows.codec.finish_block()
                 left -= step
             rows.seen = end - piece
-    prefill(model, ids[: end - piece + WARM], cache, graph=False)
-    began = time.perf_counter()
-    prefill(model, ids[:end], cache, graph=False)
+    for tokens in (end - piece + WARM, end):
+        began = time.perf_counter()
+        prefill(model, ids[:tokens], cache, graph=False)
     return (time.perf_counter() - began) / (piece - WARM)
 
 
@@ -171,16 +163,6 @@ class ThoughtPiece(str):
     """A piece of an answer's thought."""
 
 
-def thought_notice(thought: Thought | None) -> str | None:
-    """Notice of a thought that was closed at its bound, with the options that raise it."""
-    if thought is None or not thought.cut:
-        return None
-    return (
-        f"the thought was closed after max_thought_tokens={thought.max_tokens}: --max-thought-tokens N gives it more, "
-        "--no-think leaves it out where the model can"
-    )
-
-
 class Answer:
     """An answer that is written while it is read: ``for piece in answer`` gives final pieces of text, and ``str(answer)``
     all of it. Its thought, where one is watched, comes in pieces that are a ``ThoughtPiece``, and is no part of ``str(answer)``.
@@ -195,7 +177,7 @@ class Answer:
         search: of the passages that it is read from, for ``evidence``.
 
     Attributes:
-        tokens: ids so far. stopped_by: the id of ``stop`` that ended it, if one did.
+        tokens: ids so far. stopped_by: the id of ``stop`` that ended it, if one did. max_new_tokens: as given.
         finish_reason: "stop", "length" after ``max_new_tokens``, or None before the end.
         first_token_s: seconds from the start to the first token. text, thought_text: the answer and its thought so far.
 
@@ -231,7 +213,7 @@ class Answer:
             cache.bind(model)
         if graph:
             Decoding(model, cache, graph)  # raises before minutes of prefill
-        self.cache, self.ids, self.thought = cache, ids, thought
+        self.cache, self.ids, self.thought, self.max_new_tokens = cache, ids, thought, max_new_tokens
         self._search = search
         self.tokens: list[int] = []
         self.stopped_by: list[int] = []
@@ -267,6 +249,17 @@ class Answer:
         return self._report
 
     @property
+    def notices(self) -> Iterator[str]:
+        """Lines about a thought or a text that was cut at its bound, with the option that raises it, once it has ended."""
+        if self.thought is not None and self.thought.cut:
+            yield (
+                f"the thought was closed after max_thought_tokens={self.thought.max_tokens}: --max-thought-tokens N gives it "
+                "more, --no-think leaves it out where the model can"
+            )
+        if self.finish_reason == "length":
+            yield f"the answer was cut after max_new_tokens={self.max_new_tokens}: --max-new-tokens N gives it more"
+
+    @property
     def evidence(self) -> list[Passage]:
         """Up to three passages of the text that the answer's tokens attended to most, the highest share first; reads the
         answer to its end. Empty without ``search``, and where the cache does not sum attention up (``BoundedCache.fork``)."""
@@ -280,7 +273,7 @@ class Answer:
         with attached(model), explain_oom(cache):
             began, before = time.perf_counter(), cache.get_seq_length()
             sequence = engine.add(request, lambda: cache)
-            _read(engine, sequence, cache, progress)
+            engine.read(sequence, cache, progress)
             prefilled, kept = time.perf_counter(), cache.kept_rows
             if self._search is not None:
                 self._search.begin(cache)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, lru_cache, partial
 from itertools import count
@@ -118,6 +119,30 @@ def check_template(tree: nodes.Template) -> None:
             raise ValueError(f"the chat template holds {number.value!s:.20}: numbers are at most {LARGEST}")
     if next(tree.find_all(nodes.Pow), None) is not None:
         raise ValueError("the chat template computes a power (**), which no template needs")
+
+
+def checked_arguments(tokenizer, names: frozenset[str], arguments: Mapping[str, object]) -> dict[str, object]:
+    """Arguments of a chat template that has ``names``, traced to others.
+
+    Raises:
+        ValueError: the template has no such argument, or one is not plain JSON or a number above ``LARGEST``.
+    """
+    known = sorted(names.difference(tokenizer.special_tokens_map))
+    if wrong := next((name for name in arguments if name not in known), None):
+        raise ValueError(f"the chat template takes no argument {wrong[:64]!r}, only: {', '.join(known) or 'none'}")
+
+    def number(written: str) -> None:
+        if abs(float(written)) > LARGEST:
+            raise OverflowError
+
+    for name, value in arguments.items():
+        try:  # to JSON and back, which shows each number
+            json.loads(json.dumps(value, allow_nan=False), parse_int=number, parse_float=number)
+        except (TypeError, ValueError, RecursionError):
+            raise ValueError(f"the chat template's argument {name!r} must be plain JSON") from None
+        except OverflowError:
+            raise ValueError(f"the chat template's argument {name!r} holds a number above {LARGEST}") from None
+    return traced(dict(arguments))
 
 
 @contextmanager

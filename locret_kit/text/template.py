@@ -5,18 +5,19 @@ contains. Only the template may write control tokens. Others in its output are m
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import cast
 
 from jinja2 import TemplateError
 
 from ..naming import first_line
 from ..settings import read_protect
-from .sandbox import LARGEST, compiled, limited_steps
-from .tokens import encode, token_span
-from .untrusted import FIRST, OWN, Span, Traced, controls, defused, traced
+from .sandbox import checked_arguments, compiled, limited_steps
+from .tokens import encode, stream_ids, token_span
+from .untrusted import FIRST, OWN, Span, Traced, controls, defused, defused_pieces, traced
 
 Objects = Sequence[Mapping[str, object]]
 """Messages, or tools, as chat templates have them."""
@@ -51,6 +52,22 @@ def render_prompt(tokenizer, document: str, question: str, *, chat: bool = True)
     marker = _marker([document, question])
     text = render(tokenizer, [{"role": "user", "content": f"{marker}\n\n{question}"}], generation=True)
     return _split(text, marker, "the document")
+
+
+def prompt_ids(tokenizer, text: Iterable[str], question: str | None, *, chat: bool = True) -> array:
+    """Token ids of a text, with or without a question after it. With the chat template, no control token forms in text or
+    question."""
+    special = True
+    if question is not None:
+        before, after = render_prompt(tokenizer, "", question, chat=chat)
+        text = chain([before], defused_pieces(tokenizer, text, before) if chat else text, [after])
+        special = not (chat and has_template(tokenizer))
+    return stream_ids(tokenizer, text, special=special)
+
+
+def message_ids(tokenizer, messages: Objects) -> array:
+    """Token ids of a conversation up to its next answer. Raises ValueError as ``render_messages`` does."""
+    return stream_ids(tokenizer, render_messages(tokenizer, messages), special=not has_template(tokenizer))
 
 
 def protected_spans(tokenizer, ids: Sequence[int], protect: str | None, system: str | None = None) -> list[Span]:
@@ -192,20 +209,29 @@ SWITCHES = ("enable_thinking", "thinking")
 """Arguments of chat templates that turn thinking off."""
 
 
-def thinking_arguments(tokenizer, think: bool | None, effort: str | None) -> dict[str, object]:
-    """The template's arguments for answers with thoughts or without, and with so much effort.
+def set_defaults(tokenizer, given: str | None = None, think: bool | None = None, effort: str | None = None) -> None:
+    """Set the arguments of the tokenizer's chat template: those ``given`` as JSON, and those for answers with thoughts or
+    without, and with so much effort.
 
     Raises:
-        ValueError: the template has none.
+        ValueError: invalid JSON, or an argument that the template does not take.
     """
-    made: dict[str, object] = {}
+    if given is None and think is None and effort is None:
+        return
+    try:
+        made = json.loads(given or "{}")
+    except ValueError:
+        made = None
+    if not isinstance(made, dict):
+        raise ValueError(f"template_kwargs={given!s:.64} must be a JSON object")
     for name, value, arguments in (("think", think, SWITCHES), ("reasoning_effort", effort, ("reasoning_effort",))):
         if value is not None:
             known = next((one for one in arguments if takes(tokenizer, one)), None)
             if known is None:
                 raise ValueError(f"{name}={value}: the model's chat template has no {' or '.join(arguments)}")
             made[known] = value
-    return made
+    render_messages(tokenizer, [{"role": "user", "content": "?"}], arguments=made)
+    setattr(tokenizer, DEFAULTS, made)
 
 
 def has_template(tokenizer) -> bool:
@@ -247,7 +273,7 @@ def render_traced(
             beginning, end = str(said[-1][min(begun)]), _marker([str(message) for message in messages])
             said[-1] = {**said[-1], **dict.fromkeys(begun, beginning + f"{end} ")}
         template, names = compiled(tokenizer.get_chat_template(tools=tools or None))
-        given = _arguments(tokenizer, names, {**getattr(tokenizer, DEFAULTS, {}), **(arguments or {})})
+        given = checked_arguments(tokenizer, names, {**getattr(tokenizer, DEFAULTS, {}), **(arguments or {})})
         given = {**traced(tokenizer.special_tokens_map, OWN), "documents": None, **given}
         given |= {"messages": said, "tools": traced(tools) or None}
         given["add_generation_prompt"] = generation and not continued
@@ -275,30 +301,6 @@ def _traced_message(number: int, message: Mapping[str, object]) -> dict[str, obj
     if isinstance(message.get("content"), str):
         said["content"] = Traced(str(message["content"]), chr(FIRST + number))
     return said
-
-
-def _arguments(tokenizer, names: frozenset[str], arguments: Mapping[str, object]) -> dict[str, object]:
-    """Arguments of a chat template that has ``names``, traced to others.
-
-    Raises:
-        ValueError: the template has no such argument, or one is not plain JSON or a number above ``LARGEST``.
-    """
-    known = sorted(names.difference(tokenizer.special_tokens_map))
-    if wrong := next((name for name in arguments if name not in known), None):
-        raise ValueError(f"the chat template takes no argument {wrong[:64]!r}, only: {', '.join(known) or 'none'}")
-
-    def number(written: str) -> None:
-        if abs(float(written)) > LARGEST:
-            raise OverflowError
-
-    for name, value in arguments.items():
-        try:  # to JSON and back, which shows each number
-            json.loads(json.dumps(value, allow_nan=False), parse_int=number, parse_float=number)
-        except (TypeError, ValueError, RecursionError):
-            raise ValueError(f"the chat template's argument {name!r} must be plain JSON") from None
-        except OverflowError:
-            raise ValueError(f"the chat template's argument {name!r} holds a number above {LARGEST}") from None
-    return traced(dict(arguments))
 
 
 def _marker(contents: Sequence[str]) -> str:

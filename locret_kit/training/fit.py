@@ -36,7 +36,7 @@ from ..backbones.spec import text_config
 from ..config.train_options import TrainConfig
 from ..files import locked, write_beside, write_json
 from ..naming import first_line, prefixed_errors
-from ..text.template import DEFAULTS, thinking_arguments
+from ..text.template import set_defaults
 from . import SETTINGS, TRAINING, FrozenTraining, flat, gather, trained_with
 from .data import HELD, SampleModule
 from .module import HeadTraining
@@ -334,7 +334,7 @@ def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, saves: SaveEvery
     resume = begin_from(cfg.resume, out)
     # Before the weights, which may take minutes: what is wrong with the data is said at once.
     tokenizer = load_tokenizer(cfg.backbone.model, cfg.backbone.revision)
-    setattr(tokenizer, DEFAULTS, thinking_arguments(tokenizer, cfg.data.think, None))
+    set_defaults(tokenizer, think=cfg.data.think)
     load = cache(lambda: _backbone(cfg, device=None if cfg.trainer.strategy == "auto" else "cpu"))
     author = " ".join(filter(None, (cfg.backbone.model, cfg.backbone.revision, cfg.backbone.adapter)))
     write = Writer(out / "written.jsonl", tokenizer, load, author)

@@ -65,12 +65,18 @@ def test_a_question_has_no_byte_order_mark(tmp_path):
     assert ask.words_of(str(tmp_path / "asked")) == "Who?\n"
 
 
+class Said(list[str]):
+    """Pieces of an answer without evidence."""
+
+    evidence = ()
+
+
 def test_an_answer_does_not_command_a_terminal(monkeypatch):
     """It may quote a text that holds escape sequences. A file gets the answer as it is."""
     said = ["red \x1b[31", "m\x9b31m\x07\r", "\ttab\n\xe9"]
     for out, shown in ((Screen(), "red [31m31m\ttab\n\xe9\n"), (io.StringIO(), "".join(said) + "\n")):
         monkeypatch.setattr(sys, "stdout", out)
-        command.write_answer(said)
+        command.write_answer(Said(said))
         assert out.getvalue() == shown
 
 

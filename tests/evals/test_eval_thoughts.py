@@ -20,7 +20,7 @@ from locret_kit.evals.engine import Setup, Variant, read_rows
 from locret_kit.evals.engine.harness import LocretLM
 from locret_kit.samples import encode_chat
 from locret_kit.settings import RunSettings
-from locret_kit.text.template import DEFAULTS, thinking_arguments
+from locret_kit.text.template import set_defaults
 
 OPENED = chatml("{{- m.content }}<!-- <think></think> enable_thinking -->", "<think>\n")
 BOUND = 5
@@ -74,8 +74,8 @@ def test_samples_of_training_are_rendered_with_thoughts_or_without():
     tokenizer.chat_template = "{% if enable_thinking is false %}/no_think {% endif %}" + shown
     messages = [{"role": "user", "content": "How deep?"}, {"role": "assistant", "content": "7 m"}]
     for think, begin in ((None, "["), (True, "["), (False, "/no_think [")):
-        setattr(tokenizer, DEFAULTS, thinking_arguments(tokenizer, think, None))
+        set_defaults(tokenizer, think=think)
         assert tokenizer.decode(encode_chat(tokenizer, messages).ids).startswith(begin)
     tokenizer.chat_template = "{{ messages[0].content }}"
     with pytest.raises(ValueError, match="think=False: the model's chat template has no enable_thinking or thinking"):
-        thinking_arguments(tokenizer, False, None)
+        set_defaults(tokenizer, think=False)

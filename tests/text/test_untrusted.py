@@ -11,12 +11,11 @@ from tiny_text import PROSE, tiny_tokenizer
 from tokenizers import Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from locret_kit.cli.loading import prompt_ids
 from locret_kit.documents.document_text import DocumentText
 from locret_kit.evals.tasks.task import wrap
 from locret_kit.samples import encode_chat
 from locret_kit.serving.bodies import ChatBody
-from locret_kit.text.template import render, render_first, render_messages, render_prompt, render_turn
+from locret_kit.text.template import prompt_ids, render, render_first, render_messages, render_prompt, render_turn
 from locret_kit.text.tokens import IdStream, encode, ids_after, stream_ids
 from locret_kit.text.untrusted import CUT, Controls, defused
 
