@@ -1,7 +1,5 @@
 """``locret-infer --batch``: a file of prompts becomes a file of answers. The oracle is the command for one prompt."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

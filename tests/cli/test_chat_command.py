@@ -1,7 +1,5 @@
 """``locret-chat``: through pipes in this process, and in a real terminal."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select

@@ -1,7 +1,5 @@
 """What commands do at their edges: one line and a status, whatever ends them."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

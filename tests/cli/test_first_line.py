@@ -1,7 +1,5 @@
 """The one line of an error that a command reports."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import pytest

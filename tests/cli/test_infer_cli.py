@@ -1,7 +1,5 @@
 """``locret-infer`` as a user meets it: answers, reports, and one clear line for every bad input."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

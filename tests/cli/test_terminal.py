@@ -1,7 +1,5 @@
 """Helpers of commands in a terminal."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

@@ -1,7 +1,5 @@
 """``locret-serve`` over the demo backbone, as a program, for the clients of these tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]

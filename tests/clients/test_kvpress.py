@@ -1,7 +1,5 @@
 """kvpress with the installed transformers: the page's block as it stands, its pipeline, and the comparison of kept slots."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """LangChain and ``llm`` get text, objects and calls of tools, by each of OpenAI's routes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """lm-evaluation-harness over ``/v1/completions`` gives the numbers of the harness in process."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """A prompt that takes longer to read than a proxy waits for a byte."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

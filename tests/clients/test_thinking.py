@@ -3,8 +3,6 @@
 A tiny random model is made to write what is recorded of a family, token by token; template, tokens and all else are as served.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Conversations in a cache of fixed size."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import accumulate
 

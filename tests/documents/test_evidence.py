@@ -1,7 +1,5 @@
 """Passages that an answer was read from. The oracle is the attention that transformers gives of the same tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from read_texts import QUESTIONS, REREADING, load, parts, read, text_of

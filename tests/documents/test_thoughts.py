@@ -1,7 +1,5 @@
 """Thoughts in conversations: evicted like all else, dropped at the end of a turn, or pinned; and their bound."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from read_texts import REREADING, SETTINGS, kept, text_of

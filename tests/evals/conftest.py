@@ -1,7 +1,5 @@
 """What all tests of evaluations have in common."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """bm25 as a policy of an evaluation."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Tasks with documents of their own: prompts, cutting, answers, and where the files come from."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from dataclasses import replace

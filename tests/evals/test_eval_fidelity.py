@@ -1,7 +1,5 @@
 """Likelihood under eviction, and the lm-evaluation-harness adapter, against the plain model."""
 
-from __future__ import annotations
-
 import math
 import sys
 from types import SimpleNamespace

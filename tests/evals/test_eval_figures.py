@@ -1,7 +1,5 @@
 """Figures of rows: what is drawn, and their files."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Metrics against hand-computed figures, where no case of ``test_eval_published`` stands for the rule."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

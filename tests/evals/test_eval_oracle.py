@@ -1,7 +1,5 @@
 """kvzip and bm25, which look at the whole prompt first, as policies of an evaluation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

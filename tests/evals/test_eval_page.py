@@ -1,7 +1,5 @@
 """The report: one file that asks for nothing, and sorts."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

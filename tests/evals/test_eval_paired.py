@@ -1,7 +1,5 @@
 """Differences of two policies, example by example."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from statistics import mean, stdev

@@ -10,8 +10,6 @@ the published functions (run from checkouts, nothing of them is kept here):
 
 # ruff: noqa: RUF001
 
-from __future__ import annotations
-
 import pytest
 
 from locret_kit.evals.metrics import get_metric

@@ -1,7 +1,5 @@
 """Rows, their summary, and the README's tables made of them."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Synthetic tasks: length, depth, one needle, one answer, the same bytes everywhere."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Thoughts in evaluations: they have a bound of their own, and no score counts them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """13-grams of words, against an oracle of tuples written from GPT-3's definition."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """An engine, a server over it, and OpenAI's client: one of each for a file."""
 
-from __future__ import annotations
-
 import anthropic
 import openai
 import pytest

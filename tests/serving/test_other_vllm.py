@@ -1,7 +1,5 @@
 """The kit installed beside any vLLM: engines that do not ask for a bounded cache never meet it, those that ask are told."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What answers come with and what they share: stop texts, log-probabilities, equal beginnings, saved caches, bounds."""
 
-from __future__ import annotations
-
 import socket
 import time
 from array import array

@@ -1,8 +1,6 @@
 """The first and the last second of a server: a port that opens before anything is loaded, a stop in the middle of work, an engine
 that fails."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """The server against clients that leave, bodies that are wrong, and an engine that fails. Nothing may leak."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

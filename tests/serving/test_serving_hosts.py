@@ -1,7 +1,5 @@
 """A server without keys answers its own names and its own pages; browsers' headers are written out here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from urllib.parse import urlsplit

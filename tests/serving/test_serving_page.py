@@ -1,7 +1,5 @@
 """The page at ``/`` in a browser, against a real server."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """Heads of four kinds of decoder: training lowers the loss; what was trained is saved, loaded, runs within its budget and serves.
 What a step learns, and that caches of every kind are saved, batched and planned, ``test_architectures.py`` holds."""
 
-from __future__ import annotations
-
 from array import array
 
 import pytest

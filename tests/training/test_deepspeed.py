@@ -4,8 +4,6 @@ The backbone computes in bfloat16, the heads in float32. A head has a weight of 
 the second layer has a window, so that its head gets no gradient: one process leaves it alone, ZeRO decays it.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Two processes over gloo make the curve of one at the same global batch, replicated or sharded, across restarts too."""
 
-from __future__ import annotations
-
 import os
 import random
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """LoCoCo's pool in training: its gradients and its loss, its resumed runs, and what the command lines make of it."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Training runs that run out of memory."""
 
-from __future__ import annotations
-
 import torch
 from equal_runs import refused
 

@@ -1,7 +1,5 @@
 """Heads trained on packed backbones: curves beside those of the unpacked weights, and what needs float weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Training signals: a loss of one's own, units of scores, and what is said of signals that there were."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

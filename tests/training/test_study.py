@@ -1,7 +1,5 @@
 """Self-study: what a backbone writes is kept, read back, and hidden in a long text; set-aside text is never studied."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

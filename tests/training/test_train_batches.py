@@ -4,8 +4,6 @@ a step learns.
 Without a GPU, layers on the disk stand for what does not fit: accelerate brings them in, layer by layer, as from the CPU.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

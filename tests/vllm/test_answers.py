@@ -2,8 +2,6 @@
 Most of the parsers import mistral_common, which needs pycountry.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What ``locret-vllm`` chooses where nobody does, precision and policy, and what it refuses before an engine starts."""
 
-from __future__ import annotations
-
 import logging
 import re
 

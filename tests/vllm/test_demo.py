@@ -1,7 +1,5 @@
 """The demo backbone, in float32: tokens of vLLM with a bounded cache equal those of ``BoundedCache``, over long prompts too."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Documents read once, through vLLM's connector: the same answers as a fresh run, of which most is not read again."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

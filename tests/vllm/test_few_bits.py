@@ -1,7 +1,5 @@
 """Weights in few bits, as vLLM has them on a CPU: with a budget that holds the text tokens are those of vLLM's own attention."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Tokens of vLLM with a bounded cache equal those of ``BoundedCache``: every family, policy and scheme of positions."""
 
-from __future__ import annotations
-
 import pytest
 import tiny
 import torch

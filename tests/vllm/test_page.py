@@ -1,7 +1,5 @@
 """The commands of the page on vLLM, as printed: those of a CPU run, those of a card are read by vLLM's parser."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Pages of requests: bytes as planned, one for a request's whole life, none left behind."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """Settings that a server refuses, and engines and releases that cannot have a bounded cache."""
 
-from __future__ import annotations
-
 import pytest
 import tiny
 import torch

@@ -1,7 +1,5 @@
 """Requests beside one another: with settings of their own, in pieces of any size, preempted and aborted."""
 
-from __future__ import annotations
-
 import pytest
 import tiny
 from vllm import SamplingParams

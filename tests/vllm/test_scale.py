@@ -2,8 +2,6 @@
 ``examples/ray/locret-vllm.yaml``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -3,8 +3,6 @@
 ``scripts/test_vllm.sh --probe`` with ``LOCRET_VLLM_VERSION``.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """``locret-vllm`` over HTTP, by the official clients, over the demo backbone."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """An engine's refusal to start, as the command reports it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Tiny random models written as files, random heads for them, vLLM over them, and the kit's own cache as the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
