@@ -1,10 +1,9 @@
 """Requests of clients, written down by their public code, at a server with strict templates: whole, streamed, a turn more."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import httpx
@@ -57,7 +56,7 @@ def test_each_text_is_in_the_prompt_once(client, template):
         assert second.startswith(first[: first.index(signs_of(recorded["requests"][0])[-1])])
 
 
-@pytest.fixture(scope="module", params=TEMPLATES[:3])
+@pytest.fixture(scope="module")
 def server(request):
     """A server of a strict template, and its tokenizer."""
     tokenizer = tokenizer_of(request.param)
@@ -93,7 +92,7 @@ def streamed(url: str, path: str, body: dict) -> tuple[str, dict]:
     return said(deltas) + texts, events[-1]
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(("server", "client"), [*zip(cycle(TEMPLATES[:3]), CLIENTS, strict=False)], indirect=["server"])
 def test_a_client_is_answered_in_each_turn(server, client):
     url, tokenizer = server
     recorded = CLIENTS[client]
