@@ -1,12 +1,9 @@
 """Sessions on disk. The oracle is a server that was never short of memory and never ended."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
 import re
-import resource
 import signal
 import threading
 from array import array
@@ -19,6 +16,7 @@ from forked import start, status_of
 from http_bodies import bearer, chat, until
 from read_texts import parts, text_of
 from served import KEYS, LIMITS, SETTINGS, ask, random_ids, running_engine, serve_until_killed, serving
+from small_disk import file_limit
 
 from locret_kit.documents.document import Document
 from locret_kit.serving.engine_thread import EngineThread
@@ -76,7 +74,7 @@ def test_sessions_leave_memory_for_others_and_come_back(tmp_path, undisturbed):
     assert not [key for key in KEYS for path in files if key.encode() in path.read_bytes() or key in str(path)]
 
 
-def next_turn(said: list, number: int) -> array[int]:
+def next_turn(said: list, number: int) -> array:
     """The second prompt of a conversation."""
     return random_ids(60 + 90 * number, number) + array("i", said[number][0]) + random_ids(30, number)
 
@@ -258,15 +256,11 @@ def test_the_folder_has_a_bound(tmp_path):
 
 
 def test_a_full_disk_is_said_once_and_the_server_goes_on(tmp_path, caplog, undisturbed):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with caplog.at_level(logging.WARNING), engine_with(tmp_path, sessions=2) as engine:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
-        try:
+        with file_limit(20_000):
             said = talk(engine, turns=1)
             saved(engine)
             failing, failures = engine.store.failing, engine.store.failures
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert said == undisturbed[:3] and failing is not None and failures == 3
         with serving(engine) as url:
             figures = httpx.get(f"{url}/metrics", headers=bearer()).text
