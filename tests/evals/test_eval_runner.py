@@ -1,7 +1,5 @@
 """The runner: nothing twice, nothing lost, whatever interrupts it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -39,7 +37,7 @@ def heads(tmp_path_factory) -> Path:
 
 def words(heads: Path, out: Path, **more: object) -> list[str]:
     settings = {
-        "tasks": "[passkey,perplexity_prefill]", "policies": "[full,locret,streaming(sinks=2)]", "budgets": "[32,64]",
+        "tasks": "[passkey,perplexity_prefill]", "policies": "[full,locret,streaming(sinks=2)]", "budgets": "[32]",
         "lengths": "[240]", "samples": 2, "haystacks": "[jargon]", "ckpt": heads, "max_new_tokens": 4, "out": out, **more,
     }  # fmt: skip
     return [f"{key}={value}" for key, value in settings.items()]
@@ -59,7 +57,7 @@ def finished(heads, tmp_path_factory) -> Path:
 
 def test_a_run_writes_rows_and_summary(finished, heads):
     rows = read_rows(finished)
-    assert len(rows) == 2 * 2 * (1 + 2 * 2) == len(lines(finished))
+    assert len(rows) == 2 * 2 * (1 + 2) == len(lines(finished))
     assert {row.error for row in rows} == {None}
     assert {row.heads for row in rows} == {"-", "heads"} and {row.label for row in rows} == {
         "full", "locret (heads)", "streaming(sinks=2)",
@@ -79,7 +77,7 @@ def test_a_run_writes_rows_and_summary(finished, heads):
     assert len({next(iter(found)) for found in hashes.values()}) == 4
     table = (finished / "summary.md").read_text()
     assert "**R.PassKey, haystack: jargon** (match;" in table and "| full | " in table and "(n=2)" in table
-    assert (finished / "summary.csv").read_text().count("\n") == 1 + 2 * 5
+    assert (finished / "summary.csv").read_text().count("\n") == 1 + 2 * 3
     assert table.startswith("**All tasks**") and table.count("| 240 | 32 | locret (heads) |") == 1
     assert (finished / "report.html").stat().st_size > 10_000 and list((finished / "figures").glob("*.svg"))
 
@@ -91,7 +89,7 @@ def test_a_rerun_does_nothing_and_a_longer_one_what_is_missing(finished, heads, 
     assert main(words(heads, out, samples=1)) == 0
     assert lines(out) == first
     assert main(words(heads, out)) == 0
-    assert len(lines(out)) == len(first) + 10 and lines(out)[: len(first)] == first
+    assert len(lines(out)) == len(first) + 6 and lines(out)[: len(first)] == first
     assert figures(out) == figures(finished)
 
 
@@ -153,7 +151,7 @@ def test_kill_and_rerun_gives_the_same_summary(finished, heads, tmp_path, monkey
     assert len(read_rows(out)) == before.count(b"\n")
     assert main(words(heads, out)) == 0
     keys = [tuple(row[name] for name in KEY) for row in lines(out)]
-    assert len(keys) == len(set(keys)) == 20
+    assert len(keys) == len(set(keys)) == 12
     assert figures(out) == figures(finished) and scores(out) == scores(finished)
 
 
@@ -181,7 +179,7 @@ def test_a_crash_is_a_row_and_the_run_goes_on(heads, tmp_path, monkeypatch, caps
     assert "- (n=0, 2 failed)" in (out / "summary.md").read_text()
     monkeypatch.setattr(measure, "Answer", Answer)
     assert main(words(heads, out, tasks="[passkey]")) == 0
-    assert not any(row.error for row in read_rows(out)) and len(read_rows(out)) == 10
+    assert not any(row.error for row in read_rows(out)) and len(read_rows(out)) == 6
 
 
 def test_a_text_that_is_cut_is_told_once(heads, tmp_path, capsys):
@@ -199,7 +197,7 @@ def test_a_prompt_that_cannot_be_made_is_an_error_of_every_policy(heads, tmp_pat
     out = tmp_path / "run"
     assert main(words(heads, out, tasks="[reconstruction]", lengths="[200]", samples=1)) == 1
     rows = read_rows(out)
-    assert len(rows) == 5 and all("ValueError: length=200 is too short for a quotation" in row.error for row in rows)
+    assert len(rows) == 3 and all("ValueError: length=200 is too short for a quotation" in row.error for row in rows)
 
 
 def test_what_json_cannot_say_is_an_error_and_the_run_goes_on(heads, tmp_path, monkeypatch):
@@ -216,7 +214,7 @@ def test_what_json_cannot_say_is_an_error_and_the_run_goes_on(heads, tmp_path, m
     scores = iter([math.nan, 1.0, math.inf, 0.5])
     monkeypatch.setattr(measure, "Answer", WithHalfAPair)
     monkeypatch.setattr(measure, "get_metric", sometimes_nan)
-    assert main(words(heads, out, tasks="[passkey]", policies="[locret]", budgets="[32]", samples=4)) == 1
+    assert main(words(heads, out, tasks="[passkey]", policies="[locret]", samples=4)) == 1
     rows = read_rows(out)
     assert sorted((row.score, row.error) for row in rows if not row.error) == [(0.5, None), (1.0, None)]
     said = sorted(row.error for row in rows if row.error)
@@ -249,7 +247,7 @@ def test_a_full_disk_while_kept_tokens_are_stored_is_no_example_s_fault(heads, f
     assert not any(row.error for row in read_rows(out))
     monkeypatch.setattr(measure, "write_beside", store)
     assert main(words(heads, out, keep=1)) == 0
-    assert scores(out) == scores(finished) and len(list((out / "kept").glob("*.npz"))) == 5  # of the pass keys
+    assert scores(out) == scores(finished) and len(list((out / "kept").glob("*.npz"))) == 3  # of the pass keys
 
 
 def test_fidelity_is_measured_against_full_attention(heads, tmp_path):
@@ -265,7 +263,7 @@ def test_fidelity_is_measured_against_full_attention(heads, tmp_path):
             assert row.output == row.answer and row.scores["bleu"] == 1
     assert {"rougeL", "rouge1", "rouge2", "bleu", "same"} < set(rows[0].scores)
     reference = {sample: row.output for sample, row in full.items()}
-    assert main(words(heads, out, policies="[full,recency]", budgets="[32]", positions="original", **more)) == 0
+    assert main(words(heads, out, policies="[full,recency]", positions="original", **more)) == 0
     rows = read_rows(out)
     assert len(rows) == 2 * 4 and all(row.answer == reference[row.sample] for row in rows)
 
@@ -288,7 +286,7 @@ def test_agreement_is_measured_on_full_attention_s_own_tokens(heads, tmp_path):
 
 def test_what_is_kept_is_stored_for_the_first_examples(heads, tmp_path):
     out = tmp_path / "run"
-    assert main(words(heads, out, tasks="[passkey]", keep=1, budgets="[32]")) == 0
+    assert main(words(heads, out, tasks="[passkey]", keep=1)) == 0
     rows = read_rows(out)
     assert {row.kept is not None for row in rows if row.sample == 0} == {True}
     assert {row.kept for row in rows if row.sample > 0} == {None}
@@ -298,7 +296,7 @@ def test_what_is_kept_is_stored_for_the_first_examples(heads, tmp_path):
             assert len(kept["ids"]) == row.tokens and kept["heads"].shape == (3, row.tokens) and kept["n_heads"] == 2
             wanted = row.tokens if row.policy == "full" else 32
             assert (kept["heads"].astype(int).sum(1) == 2 * wanted).all()
-    assert main(words(heads, out, tasks="[passkey]", keep=2, budgets="[32]")) == 0
+    assert main(words(heads, out, tasks="[passkey]", keep=2)) == 0
     assert read_rows(out) == rows  # none is done again, so the advice is another folder
 
 
@@ -345,7 +343,7 @@ def test_a_damaged_configuration_is_one_line(heads, finished, tmp_path, capsys, 
 def test_a_folder_knows_its_heads_by_their_weights(heads, tmp_path, capsys):
     """Another checkpoint may come in; one that has changed may not."""
     out, mine, other = tmp_path / "run", tmp_path / "mine", tmp_path / "other"
-    few = {"tasks": "[perplexity_prefill]", "policies": "[full,locret]", "budgets": "[32]", "samples": 1}
+    few = {"tasks": "[perplexity_prefill]", "policies": "[full,locret]", "samples": 1}
     RetainingHeads.from_pretrained(heads).save_pretrained(mine)
     assert main(words(mine, out, **few)) == 0
     changed = RetainingHeads.from_pretrained(heads)
@@ -387,7 +385,7 @@ def test_heads_of_which_no_row_was_written_may_change(heads, tmp_path):
 def test_changed_data_are_noticed(heads, tmp_path, capsys):
     """With rows missing and without."""
     text, out = tmp_path / "text.txt", tmp_path / "run"
-    more = {"haystacks": f"[{text}]", "tasks": "[passkey]", "policies": "[streaming]", "budgets": "[32]"}
+    more = {"haystacks": f"[{text}]", "tasks": "[passkey]", "policies": "[streaming]"}
     text.write_text("The boats came in. Nobody saw them before noon. " * 40)
     assert main(words(heads, out, samples=1, **more)) == 0
     text.write_text("The market was closed. A man in a grey coat counted crates. " * 40)
@@ -417,7 +415,7 @@ def test_settings_are_those_of_each_heads(heads, tmp_path, capsys):
     config = RetainingHeads.from_pretrained(heads).config
     inference = {"budget": 64, "chunk": 16, "stabilizers": 16, "local_len": 4, "positions": "compact"}
     RetainingHeads(replace(config, inference=inference)).save_pretrained(other)
-    few = {"ckpt": f"[{one},{other}]", "tasks": "[passkey]", "budgets": "[32]", "samples": 1}
+    few = {"ckpt": f"[{one},{other}]", "tasks": "[passkey]", "samples": 1}
     assert main(words(heads, out, policies="[full,locret]", **few)) == 0
     assert {row.heads: (row.chunk, row.stabilizers, row.local_len) for row in read_rows(out) if row.budget} == {
         "heads": (32, 4, 4), "other": (16, 8, 2),
