@@ -1,7 +1,5 @@
 """Inference without the extras: nothing of training, evaluation or the harness has to be installed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -41,14 +39,17 @@ def test_an_answer_and_a_plan_need_no_extra_and_a_training_names_its_own(tmp_pat
     ask = [str(tmp_path / "long.txt"), "--model", str(backbone), "--policy=snapkv", "--budget=48", "--max-new-tokens=3"]
     plan = ["--model", "phi3-mini", "--gpu-memory", "24GiB"]
     train = ["recipe=tiny", f"backbone.model={backbone}", f"out={tmp_path / 'out'}"]
+    lacking = [*train, "data.sources=[none.jsonl]"]  # which is said before any extra is loaded
     done = run(
         "from locret_kit.cli import infer, plan, train\n"
-        f"assert not infer.main({ask!r}); print('====')\nassert not plan.main({plan!r})\nsys.exit(train.main({train!r}))"
+        f"assert not infer.main({ask!r}); print('====')\nassert not plan.main({plan!r})\nassert train.main({lacking!r}) == 1\n"
+        f"sys.exit(train.main({train!r}))"
     )
     answer, planned = done.stdout.split("====\n")
     assert done.returncode == 1 and answer.strip() and planned, done.stderr
     missing = "locret-train: No module named 'lightning': in the clone, pip install -e '.[train]'"
     assert done.stderr.splitlines()[-1] == missing
+    assert "locret-train: data.sources: source=none.jsonl does not exist" in done.stderr
 
 
 HEAVY = {"torch", "transformers", "pydantic", "yaml", "triton"}

@@ -18,11 +18,14 @@ SETTINGS = ("recipe=tiny", "trainer.accelerator=cpu", "trainer.val_every=2", "he
 TAGS = ("loss", "recall", "train/regression", "val/loss", "val/recall")
 
 
+def words(settings: Sequence[str], backbone: Path, out: Path, world: int) -> list[str]:
+    """Of a training of 4 samples an optimiser step on ``world`` processes."""
+    return [*SETTINGS, f"backbone.model={backbone}", f"out={out}", f"optim.accumulate={4 // world}", *settings]
+
+
 def train(settings: Sequence[str], backbone: Path, out: Path, world: int, *more: str) -> None:
-    """A training of 4 samples an optimiser step on ``world`` processes."""
-    words = [*SETTINGS, f"backbone.model={backbone}", f"out={out}", f"optim.accumulate={4 // world}"]
-    arguments = [*words, *settings, *more]
-    log = out.parent / f"{out.name}.log"
+    """Such a training in processes of its own."""
+    arguments, log = [*words(settings, backbone, out, world), *more], out.parent / f"{out.name}.log"
     if world == 1:
         statuses = [status_of(start(lambda: main(arguments), log))]
     else:

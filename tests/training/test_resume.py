@@ -1,13 +1,12 @@
 """A training that is killed, interrupted or out of disk goes on, and follows the curve of one that was not."""
 
-from __future__ import annotations
-
 import os
 import random
 import shlex
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from select import select
 from types import SimpleNamespace
@@ -31,8 +30,17 @@ def arguments(backbone: Path, out: Path, *more: str) -> list[str]:
     return [*SETTINGS, f"backbone.model={backbone}", f"out={out}", *more]
 
 
-@pytest.fixture
-def random_losses(monkeypatch):
+BROKEN = ("optim.steps=8", "optim.accumulate=2", "trainer.val_every=4", "trainer.keep_best=1")
+"""Settings of the runs that are broken off, and of ``whole``, which is not."""
+
+
+def forked(backbone: Path, out: Path, *more: str) -> int:
+    """Status of such a run in a process of its own, whose output goes on in ``out.log``."""
+    return status_of(start(lambda: main(arguments(backbone, out, *BROKEN, *more)), out.with_suffix(".log")))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def random_losses() -> Iterator[None]:
     """Every loss is weighed at random, by PyTorch's generator and Python's: both must go on where they were."""
     loss = module.cis_loss
 
@@ -40,16 +48,25 @@ def random_losses(monkeypatch):
         regression, smooth = loss(*args, **settings)
         return regression * (0.5 + torch.rand(())), smooth * random.random()
 
-    monkeypatch.setattr(module, "cis_loss", weighed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "cis_loss", weighed)
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(backbone, tmp_path_factory) -> Path:
+    """In this process: those that are forked from it have imported what a run imports."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    assert main(arguments(backbone, out, *BROKEN)) == 0
+    return out
 
 
 def test_a_run_killed_at_three_random_moments_resumes_to_the_uninterrupted_curve(
-    backbone, random_losses, tmp_path, monkeypatch
+    backbone, whole, tmp_path, monkeypatch
 ):
     """Two moments lie behind a step or two, one anywhere: while it loads, too. LOCRET_KILL_SEED chooses others."""
-    more = ["optim.steps=10", "optim.accumulate=2", "trainer.save_every=2", "trainer.val_every=5", "resume=auto"]
-    whole, part, seed = tmp_path / "whole", tmp_path / "part", os.environ.get("LOCRET_KILL_SEED", "0")
-    assert status_of(start(lambda: main(arguments(backbone, whole, *more)), tmp_path / "whole.log")) == 0
+    more = "trainer.save_every=2", "resume=auto"
+    part, log, seed = tmp_path / "part", tmp_path / "part.log", os.environ.get("LOCRET_KILL_SEED", "0")
     (heard, said), (waits, goes_on) = os.pipe(), os.pipe()
     step, rng = HeadTraining.end_step, random.Random(f"kill {seed}")
 
@@ -62,11 +79,11 @@ def test_a_run_killed_at_three_random_moments_resumes_to_the_uninterrupted_curve
     for steps in rng.sample([0, 1, 2], 3):
         seconds = rng.uniform(0, 0.15 if steps else 1.0)
         print(f"LOCRET_KILL_SEED={seed}: killed {seconds:.3f} s after {steps} steps")  # pytest shows it on failure
-        child = start(lambda: main(arguments(backbone, part, *more)), tmp_path / "part.log")
+        child = start(lambda: main(arguments(backbone, part, *BROKEN, *more)), log)
         # It waits after so many steps: the run cannot end before it is killed.
         os.write(goes_on, b"." * (2 * steps or 1))
         for _ in range(steps):
-            assert select([heard], [], [], 300)[0], (tmp_path / "part.log").read_text()[-3000:]
+            assert select([heard], [], [], 300)[0], log.read_text()[-3000:]
             os.read(heard, 1)
         time.sleep(seconds)
         os.kill(child, signal.SIGKILL)
@@ -75,18 +92,15 @@ def test_a_run_killed_at_three_random_moments_resumes_to_the_uninterrupted_curve
             while select([pipe], [], [], 0)[0]:
                 os.read(pipe, 1)
     monkeypatch.setattr(HeadTraining, "end_step", step)
-    assert status_of(start(lambda: main(arguments(backbone, part, *more)), tmp_path / "part.log")) == 0
-    assert "Traceback" not in (tmp_path / "part.log").read_text()
+    assert forked(backbone, part, *more) == 0
+    assert "Traceback" not in log.read_text()
     same_run(whole, part)
-    assert [path.name for path in (part / "state").iterdir()] == ["step=10.ckpt"]
+    assert [path.name for path in (part / "state").iterdir()] == ["step=8.ckpt"]
 
 
-def test_a_kill_between_writing_and_renaming_loses_nothing(backbone, tmp_path, monkeypatch):
+def test_a_kill_between_writing_and_renaming_loses_nothing(backbone, whole, tmp_path, monkeypatch):
     """Child n is killed before its n-th rename, of a state, of the best heads or of what is exported."""
-    more = ["optim.steps=4", "trainer.save_every=2", "trainer.val_every=4", "trainer.keep_best=1", "resume=auto"]
-    whole, part, log = tmp_path / "whole", tmp_path / "part", tmp_path / "part.log"
-    assert status_of(start(lambda: main(arguments(backbone, whole, *more)), tmp_path / "whole.log")) == 0
-    rename, reached = os.replace, []
+    part, rename, reached = tmp_path / "part", os.replace, []
 
     def die_before(source, target, last):
         reached.append(target)
@@ -97,62 +111,56 @@ def test_a_kill_between_writing_and_renaming_loses_nothing(backbone, tmp_path, m
 
     for n in range(1, 20):
         monkeypatch.setattr(os, "replace", lambda source, target, n=n: die_before(source, target, n))
-        status = status_of(start(lambda: main(arguments(backbone, part, *more)), log))
+        status = forked(backbone, part, "trainer.save_every=4", "resume=auto")
         if status == 0:
             break
-        assert status == -signal.SIGKILL, log.read_text()[-3000:]
-    text = log.read_text()
+        assert status == -signal.SIGKILL, part.with_suffix(".log").read_text()[-3000:]
+    text = part.with_suffix(".log").read_text()
     assert status == 0 and "cannot be read" not in text and "Traceback" not in text
     assert all(f"killed before {place}" in text for place in ("state/step=", "best/recall=", "heads")), text
     same_run(whole, part)
 
 
-def test_a_signal_lets_the_step_finish_saves_and_prints_the_command(backbone, tmp_path, monkeypatch):
-    more = ["optim.steps=8", "optim.accumulate=2", "trainer.save_every=100", "trainer.val_every=3"]
-    whole, part, log = tmp_path / "whole", tmp_path / "a part", tmp_path / "part.log"
-    assert status_of(start(lambda: main(arguments(backbone, whole, *more)), tmp_path / "whole.log")) == 0
-
+def test_a_signal_lets_the_step_finish_saves_and_prints_the_command(backbone, whole, tmp_path, monkeypatch):
+    part, log, more = tmp_path / "a part", tmp_path / "a part.log", "trainer.save_every=100"
     observe, forwards = HeadTraining.observe, []
 
     def interrupt(self, *args, **more):  # in the middle of a step, between two of its samples
         forwards.append(self.global_step)
-        if forwards.count(4) == 2:
+        if forwards.count(5) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return observe(self, *args, **more)
 
     with monkeypatch.context() as patch:
         patch.setattr(HeadTraining, "observe", interrupt)
-        assert status_of(start(lambda: main(arguments(backbone, part, *more)), log)) == 130
+        assert forked(backbone, part, more) == 130
     text = log.read_text()
-    assert "SIGTERM: stopping after this step" in text and "stopped at step 5; state saved" in text
+    assert "SIGTERM: stopping after this step" in text and "stopped at step 6; state saved" in text
     assert "locret-train: stopped" not in text and "Traceback" not in text, "it is said once"
     (again,) = [line for line in text.splitlines() if line.startswith("  locret-train recipe=tiny")]
     again = shlex.split(again)
-    assert again == ["locret-train", *arguments(backbone, part, *more), "resume=auto"]
+    assert again == ["locret-train", *arguments(backbone, part, *BROKEN, more), "resume=auto"]
     assert newest_state(part).name == "interrupted.ckpt"
-    assert "6/8" not in text
+    assert "6/8 [00:00<?" not in text
     assert status_of(start(lambda: main(again[1:]), log)) == 0
-    assert "6/8" in log.read_text(), "the bar of a run that goes on says how far it is"
+    assert "6/8 [00:00<?" in log.read_text(), "the bar of a run that goes on says how far it is"
     same_run(whole, part)
 
 
-def test_a_signal_during_a_validation_lets_it_finish(backbone, tmp_path, monkeypatch):
+def test_a_signal_during_a_validation_lets_it_finish(backbone, whole, tmp_path, monkeypatch):
     """It is neither lost nor made twice, and out/best has its heads."""
-    more = ["optim.steps=4", "trainer.save_every=2", "trainer.val_every=2"]
-    whole, part, log = tmp_path / "whole", tmp_path / "part", tmp_path / "part.log"
-    assert status_of(start(lambda: main(arguments(backbone, whole, *more)), tmp_path / "whole.log")) == 0
-    validate = HeadTraining.validation_step
+    part, validate = tmp_path / "part", HeadTraining.validation_step
 
     def interrupt(self, sample, index):
-        if self.global_step == 2 and index == 0:
+        if self.global_step == 4 and index == 0:
             os.kill(os.getpid(), signal.SIGINT)
         return validate(self, sample, index)
 
     with monkeypatch.context() as patch:
         patch.setattr(HeadTraining, "validation_step", interrupt)
-        assert status_of(start(lambda: main(arguments(backbone, part, *more)), log)) == 130
-    assert "stopped at step 2; state saved" in log.read_text()
-    assert status_of(start(lambda: main(arguments(backbone, part, *more, "resume=auto")), log)) == 0
+        assert forked(backbone, part) == 130
+    assert "stopped at step 4; state saved" in part.with_suffix(".log").read_text()
+    assert forked(backbone, part, "resume=auto") == 0
     same_run(whole, part)
 
 
@@ -173,10 +181,9 @@ def test_a_second_signal_stops_at_once_and_leaves_the_checkpoint(backbone, tmp_p
         return observe(self, *args, **more)
 
     monkeypatch.setattr(HeadTraining, "observe", interrupt)
-    more = ["optim.steps=8", "trainer.save_every=2"]
-    assert status_of(start(lambda: main(arguments(backbone, tmp_path, *more)), tmp_path / "log")) == 130
-    assert "stopped at step" not in (tmp_path / "log").read_text()
-    assert [path.name for path in (tmp_path / "state").iterdir()] == ["step=2.ckpt"]
+    assert forked(backbone, tmp_path / "part", "trainer.save_every=2") == 130
+    assert "stopped at step" not in (tmp_path / "part.log").read_text()
+    assert [path.name for path in (tmp_path / "part" / "state").iterdir()] == ["step=2.ckpt"]
 
 
 # ---- what is said before a step is made -----------------------------------------------------------------------------------

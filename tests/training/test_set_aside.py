@@ -1,7 +1,5 @@
 """What is validated on is never trained on; records come in whole epochs, wherever a run was stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -333,7 +331,7 @@ def test_a_run_killed_inside_an_epoch_goes_on_to_the_same_heads(backbone, tmp_pa
     source = jsonl(tmp_path / "records.jsonl", [record(n) for n in range(10)])
     more = ["optim.steps=8", "optim.accumulate=2", "trainer.save_every=1", "trainer.val_every=4", "resume=auto"]
     whole, part, log = tmp_path / "whole", tmp_path / "part", tmp_path / "log"
-    assert status_of(start(lambda: main(arguments(backbone, whole, source, *more)), log)) == 0
+    assert main(arguments(backbone, whole, source, *more)) == 0
     observe, seen = HeadTraining.observe, []
 
     def die(self, *args, **more):
