@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -52,6 +51,9 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def save_tiny_backbone(folder: Path, **changes) -> Path:
     """A random Llama (3 layers, 4 query and 2 key/value heads) and its tokenizer, as ``from_pretrained`` reads them."""
+    import torch  # the tokenizer alone is there without it
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(0)
     settings = dict(
         vocab_size=400, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
