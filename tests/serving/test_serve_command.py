@@ -1,7 +1,5 @@
 """``locret-serve`` as users start it: processes of their own, at real ports, and requests as clients send them."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket
@@ -92,33 +90,6 @@ def test_curl(keyed, files):
     assert found["usage"]["locret"]["evictions"] > 0
 
 
-def test_open_webui(unlocked, files):
-    """The requests of a chat there: models, the answer, and the next turn."""
-    headers = {
-        "content-type": "application/json", "authorization": "Bearer sk-none", "http-referer": "https://openwebui.com/",
-        "x-title": "Open WebUI", "x-openwebui-user-name": "Anna", "x-openwebui-chat-id": "c1",
-    }  # fmt: skip
-    [model] = httpx.get(f"{unlocked}/v1/models", headers=headers).json()["data"]
-    assert model["id"] == "backbone" and model["object"] == "model"
-    body = {
-        "model": model["id"], "messages": MESSAGES, "stream": True, "stream_options": {"include_usage": True},
-        "temperature": 0, "top_p": 1, "max_tokens": 12, "frequency_penalty": 0, "user": "u1", "tools": [], "chat_id": "c1",
-        "session_id": "s1", "id": "m1", "params": {}, "features": {"web_search": False}, "variables": {"{{USER_NAME}}": "A"},
-        "background_tasks": {"title_generation": True}, "model_item": {**model, "name": "backbone", "urlIdx": 0},
-    }  # fmt: skip
-    with httpx.stream("POST", f"{unlocked}/v1/chat/completions", json=body, headers=headers, timeout=300) as answer:
-        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
-        lines = [line for line in answer.iter_lines() if line and line != ": waiting"]
-    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
-    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-    said = "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"])
-    assert said == alone(files, MESSAGES, 12, heads=False) and events[-1]["usage"]["completion_tokens"] == 12
-    assert [choice["finish_reason"] for event in events for choice in event["choices"]][-1] == "length"
-    body |= {"messages": [*MESSAGES, {"role": "assistant", "content": said}, *MESSAGES[1:]], "stream": False}
-    turn = httpx.post(f"{unlocked}/v1/chat/completions", json=body, headers=headers, timeout=300).json()
-    assert turn["choices"][0]["finish_reason"] == "length" and turn["usage"]["completion_tokens"] == 12
-
-
 def test_a_proxy_passes_its_public_name(unlocked, keyed):
     """As nginx does with ``proxy_set_header Host $http_host``; without keys the server must know the name."""
     for host in ("chat.example.org", "[fd00:0::1]:80"):
@@ -126,6 +97,8 @@ def test_a_proxy_passes_its_public_name(unlocked, keyed):
         asked = {"prompt": "a", "max_tokens": 1}
         answer = httpx.post(f"{unlocked}/v1/completions", json=asked, headers=page, timeout=300)
         assert answer.status_code == 200, answer.text
+    [model] = httpx.get(f"{unlocked}/v1/models").json()["data"]
+    assert model["id"] == "backbone" and model["object"] == "model"
     other = {"host": "other.example.org"}
     answer = httpx.get(f"{unlocked}/v1/models", headers=other)
     assert answer.status_code == 403 and "--allowed-hosts" in answer.json()["error"]["message"]
@@ -134,11 +107,15 @@ def test_a_proxy_passes_its_public_name(unlocked, keyed):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_answers_that_run_are_finished_before_it_stops(commands, files, keyed, unlocked, number):
+    """Of requests as Open WebUI sends them."""
     command, url = (commands[0], keyed) if number is signal.SIGINT else (commands[1], unlocked)
     # Not yet asked.
     messages = [*MESSAGES, {"role": "assistant", "content": "Boats."}, {"role": "user", "content": "When?"}]
-    body = {"messages": messages, "temperature": 0, "max_tokens": LONG, "stream": True}
-    headers = {"authorization": f"Bearer {KEY}"}
+    body = {
+        "messages": messages, "temperature": 0, "max_tokens": LONG, "stream": True, "chat_id": "c1", "params": {}, "tools": [],
+        "features": {"web_search": False}, "model_item": {"name": "backbone", "urlIdx": 0}, "user": "u1",
+    }  # fmt: skip
+    headers = {"authorization": f"Bearer {KEY}", "http-referer": "https://openwebui.com/", "x-openwebui-chat-id": "c1"}
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=300) as answer:
         lines = answer.iter_lines()
         seen = [next(lines) for _ in range(5)]
