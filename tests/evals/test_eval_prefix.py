@@ -1,7 +1,5 @@
 """Beginnings that prompts have in common: read once, and nothing of a row changes."""
 
-from __future__ import annotations
-
 import weakref
 from array import array
 from collections.abc import Iterable, Sequence
@@ -16,7 +14,7 @@ import forked
 import pytest
 import torch
 from eval_runs import kept_of, scores
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_heads import INFERENCE, save_tiny_heads
 from tiny_tokenizer import TEXT, tiny_tokenizer
@@ -50,7 +48,7 @@ class Tokens:
     def __init__(self, ids: Sequence[int] = ()) -> None:
         self.ids = list(ids)
 
-    def fork(self, prompt_length: int, **changes: object) -> Tokens:
+    def fork(self, prompt_length: int, **changes: object) -> "Tokens":
         return Tokens(self.ids)
 
     def get_seq_length(self) -> int:
@@ -97,7 +95,6 @@ def prompts_that_begin_alike(draw):
 
 
 @given(prompts_that_begin_alike(), st.integers(1, 3), st.integers(0, 3))
-@settings(max_examples=60)
 def test_a_beginning_grows_and_is_read_once(prompts, chunk, tail):
     shared = shared_lengths(prompts, BoundedCache(8, "full", chunk=chunk, stabilizers=0, local_len=tail))
     assert shared == sorted(shared) and all(length % chunk == 0 for length in shared)
@@ -113,7 +110,6 @@ def in_order(*examples: tuple[array, float | None, int | None]) -> list[Example]
 
 
 @given(st.integers(1, 20), st.lists(st.integers(1, 20), min_size=2, max_size=8), st.integers(1, 4), st.integers(0, 3))
-@settings(max_examples=60)
 def test_a_haystack_is_read_once_up_to_each_depth(size, places, chunk, tail):
     text = range(100, 100 + size)
     hidden = [array("i", [*text[:n], i, *text[n:]]) for i, n in enumerate(places)]

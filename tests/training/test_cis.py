@@ -1,13 +1,11 @@
 """Targets and loss against Python loops in float64, and the observer against one joint autograd pass."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import FAMILIES, tiny_model
 
@@ -57,7 +55,6 @@ def test_target_equals_loops(kind, H, G, spans):
 
 
 @given(st.integers(0, 999), st.integers(1, 3), st.integers(1, 30), st.sampled_from([0.5, 1.0, 2.0]))
-@settings(max_examples=25)
 def test_loss_is_the_papers_formula(seed, H, S, beta):
     generator = torch.Generator().manual_seed(seed)
     predicted, target = (3 * torch.randn(1, H, S, generator=generator) for _ in range(2))
@@ -74,7 +71,6 @@ def test_loss_is_the_papers_formula(seed, H, S, beta):
 
 
 @given(st.integers(0, 999), st.integers(1, 60), st.sampled_from([0.05, 0.1, 0.5, 1.0]))
-@settings(max_examples=40)
 def test_recall_against_sets(seed, S, fraction):
     generator = torch.Generator().manual_seed(seed)
     predicted, target = (torch.rand(1, 2, S, generator=generator) for _ in range(2))

@@ -7,7 +7,7 @@ import random
 from hashlib import sha256
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sample_tokenizers import BARE, CHAT, HAYSTACK, PARAGRAPH, TOK, TRIM, make_tokenizer
 
@@ -36,7 +36,6 @@ words = st.sampled_from(["assistant", "<|im_start|>", "user\nwhy", "42"])
 words |= st.text(alphabet="ab1 .\né日", min_size=1, max_size=12).filter(str.strip)
 
 
-@settings(max_examples=60)
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=4))
 def test_spans_are_exact(turns):
     messages = chat(*itertools.chain(*turns))
@@ -245,7 +244,6 @@ def test_load_text(tmp_path, monkeypatch):
         haystack.load_text(tmp_path / "b.jsonl")
 
 
-@settings(max_examples=40)
 @given(
     st.sampled_from([HAYSTACK, PARAGRAPH, "Ein Satz, größer. 日本語のテキスト。 Ja!\n"]),
     st.integers(1, 700) | st.integers(700, 4000),
@@ -262,7 +260,6 @@ def test_cut_length_and_start(source, n_tokens, seed):
 # --- needles
 
 
-@settings(max_examples=60)
 @given(
     st.sampled_from(sorted(TASKS)),
     st.integers(220, 3000),
