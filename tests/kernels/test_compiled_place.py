@@ -39,20 +39,31 @@ def kept(tmp_path) -> Path:
     return tmp_path / "home" / "cache" / "locret_kit"
 
 
-@pytest.fixture
-def planted(built, kept, tmp_path, monkeypatch) -> Path:
-    """Another library where the compiled one would be, as its user could have put it there. Nothing was loaded from that path:
-    it would not be loaded twice."""
-    with monkeypatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-        assert built() == 42
-    [library] = (tmp_path / "other" / "locret_kit").iterdir()
-    source = tmp_path / "planted.cpp"
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> Path:
+    """Another library, of the compiled one's name."""
+    folder = tmp_path_factory.mktemp("other")
+    (folder / "source").mkdir()
+    source = folder / "source" / "answer.cpp"
+    source.write_text(SOURCE.format(42))
+    cpp.folder.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        assert cpp.load(source).answer() == 42
+    [library] = (folder / "locret_kit").iterdir()
     source.write_text(SOURCE.format(666))
+    subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(folder / library.name)], check=True)
+    return folder / library.name
+
+
+@pytest.fixture
+def planted(built, kept, other) -> Path:
+    """That library where the compiled one would be, as its user could have put it there. Nothing was loaded from that path: it
+    would not be loaded twice."""
     cpp.made(kept)
-    subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(kept / library.name)], check=True)
-    (kept / library.name).chmod(0o700)
-    return kept / library.name
+    shutil.copy(other, kept)
+    (kept / other.name).chmod(0o700)
+    return kept / other.name
 
 
 def give(path: Path, monkeypatch) -> None:
