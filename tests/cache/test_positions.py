@@ -46,12 +46,6 @@ def test_a_wide_span_is_original_and_a_narrow_one_compact(policy, family):
     assert (between - wide).abs().max() > 1e-5 and (between - narrow).abs().max() > 1e-5
 
 
-@pytest.mark.parametrize("text", ["clipt", "clipped(-1)", "compact(4)", "clipped(x)"])
-def test_a_wrong_name_says_what_there_is(text):
-    with pytest.raises(ValueError, match="compact, original, clipped"):
-        BoundedCache(16, "recency", positions=text)
-
-
 def test_clipped_alone_is_half_the_window():
     assert Positions.parse("clipped", 8192) == Positions(4096)
     assert Positions.parse("clipped(17)", 8192) == Positions(17)

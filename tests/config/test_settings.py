@@ -15,6 +15,7 @@ from locret_kit.settings import RunSettings
         ({"budget": "512"}, "at most 1.0: '512' is a text, not a number"),
         ({"chunk": "x"}, "chunk=x must be an integer, at least 1"),
         ({"positions": "clipt"}, "positions='clipt' must be compact, original, clipped or clipped(SPAN)"),
+        *(({"positions": text}, "compact, original, clipped") for text in ("clipped(-1)", "compact(4)", "clipped(x)")),
         ({"positions": "clipped(99999999999999999999)"}, "the span must be at most 2147483647"),
         ({"one_shot": 1}, "one_shot=1 must be true or false"),
         ({"chunck": 1}, "unknown setting 'chunck'. Did you mean 'chunk'?"),
