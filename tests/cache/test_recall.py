@@ -45,12 +45,6 @@ def test_every_token_is_kept_or_stored_and_never_both(base: str) -> None:
                 assert rows.store.last is None or rows.store.last[1].positions.shape[-1] <= 2 * 4
 
 
-@pytest.mark.parametrize("other", ["merge=nearest", "sparse=vertical-slash", "reread=passages", "prefill_mask=sliding"])
-def test_what_recall_does_not_go_with(other: str) -> None:
-    with pytest.raises(ValueError, match=f"recall does not go with {other.split('=')[0]}"):
-        parse_policy(f"locret {other} recall=blocks")
-
-
 @pytest.mark.parametrize(("across", "apart", "local", "reading"), [("model", 0, 6, True), ("head", 7, 0, False)])
 def test_what_comes_back_is_what_the_definition_says(across: str, apart: int, local: int, reading: bool) -> None:
     form = dict(size=5, take=2, representatives=2, local=local, apart=apart, across=across, reading=reading)

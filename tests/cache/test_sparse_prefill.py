@@ -15,7 +15,6 @@ from locret_kit.backbones.handlers import Handler
 from locret_kit.backbones.spec import text_config
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cache.stages import pairs_of
-from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.methods.minference import VerticalSlash
 from locret_kit.runtime.session import prefill
 
@@ -191,21 +190,6 @@ def test_patterns_are_read_for_a_backbone_and_never_for_a_file(tmp_path):
     with pytest.raises(ValueError, match="has its patterns in a file of the machine that wrote it: pass policy="):
         load_cache(tmp_path / "a.locret", model)
     assert load_cache(tmp_path / "a.locret", model, policy=policy).get_seq_length() == 30
-
-
-# ---- what does not go together -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("h2o sparse=vertical-slash", "sparse prefill leaves attention out, and score or scope read of all of it: sum"),
-        ("windowed-locret sparse=vertical-slash", "and so does prefill_mask: leave one out"),
-    ],
-)
-def test_errors(text, said):
-    with pytest.raises(ValueError, match=said):
-        parse_policy(text)
 
 
 @pytest.mark.parametrize(

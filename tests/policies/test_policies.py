@@ -96,8 +96,6 @@ def test_decode_every_out_of_range():
         BoundedCache(8, "h2o", chunk=8, prompt_length=20, decode_every=9)
     with pytest.raises(ValueError, match="decode_every=2 needs prompt_length"):
         BoundedCache(8, "h2o", chunk=8, decode_every=2)
-    with pytest.raises(ValueError, match="one_shot=True needs prompt_length"):
-        BoundedCache(8, "h2o", one_shot=True)
 
 
 # ---- token entropy ----------------------------------------------------------------------------------------------------------

@@ -226,6 +226,13 @@ def test_a_name_is_its_parts(name):
         ("h2o(window=0.1,window=0.5)", "'window' is given twice"),
         ("kvzip", "locret-eval sets it beside the policies"),
         ("score=expected-attention(value_norm=maybe)", "value_norm=maybe must be true or false"),
+        ("h2o reread=passages(kernel=4)", "reread=passages: kernel=4 must be odd and at least 1"),
+        ("h2o sparse=vertical-slash", "sparse prefill leaves attention out, and score or scope read of all of it: sum"),
+        ("windowed-locret sparse=vertical-slash", "and so does prefill_mask: leave one out"),
+        ("locret merge=nearest recall=blocks", "recall does not go with merge"),
+        ("locret sparse=vertical-slash recall=blocks", "recall does not go with sparse"),
+        ("locret reread=passages recall=blocks", "recall does not go with reread"),
+        ("locret prefill_mask=sliding recall=blocks", "recall does not go with prefill_mask"),
     ],
 )
 def test_errors_say_what_there_is(text, said):

@@ -11,7 +11,6 @@ from tiny_models import tiny_model
 from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache.saved import load_cache, save_cache
-from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import decode, prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -156,8 +155,6 @@ def test_errors_name_what_is_wrong():
     for local_len in (0, 9):
         with pytest.raises(ValueError, match=rf"last local_len={local_len} tokens twice: from 1 to chunk=8"):
             bounded("h2o reread=passages", local_len=local_len)
-    with pytest.raises(ValueError, match=r"reread=passages: kernel=4 must be odd and at least 1"):
-        parse_policy("h2o reread=passages(kernel=4)")
     model = tiny_model("llama")
     with attach(model), pytest.raises(RuntimeError, match=r"use locret_kit.runtime.session.Answer"):
         model.generate(IDS, **{CACHE: bounded("h2o reread=passages")}, max_new_tokens=3, do_sample=False)
