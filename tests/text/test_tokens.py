@@ -50,25 +50,20 @@ def pieces(text: str, sizes: list[int]):
         at, i = at + size, i + 1
 
 
-def check(tokenizer, text: str, sizes: list[int], block: int, special: bool = False) -> None:
-    want = tokenizer(text, add_special_tokens=special, verbose=False).input_ids
-    got = stream_ids(tokenizer, pieces(text, sizes), special=special, block=block)
-    assert got.tolist() == want
+def check(tokenizer, text: str, sizes: list[int], block: int) -> None:
+    want = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    assert stream_ids(tokenizer, pieces(text, sizes), special=False, block=block).tolist() == want
+
+
+absent = not (BACKBONE / "tokenizer.json").exists()
+DEMO = [pytest.mark.backbone, pytest.mark.skipif(absent, reason="python scripts/fetch_backbone.py")]
 
 
 @pytest.mark.parametrize("name", TEXTS)
-@pytest.mark.parametrize("block", [600, 1100])
-def test_equals_one_call(name, block):
-    for sizes in ([1, 50, 333], [block]):
-        check(tiny_tokenizer(), TEXTS[name], sizes, block)
-
-
-@pytest.mark.backbone
-@pytest.mark.skipif(not (BACKBONE / "tokenizer.json").exists(), reason="python scripts/fetch_backbone.py")
-@pytest.mark.parametrize("name", TEXTS)
-@pytest.mark.parametrize("block", [600, 1100])
-def test_equals_one_call_on_the_demo_backbone(name, block):
-    check(real_tokenizer(), TEXTS[name], [217, 5], block)
+@pytest.mark.parametrize("tokenizer", [tiny_tokenizer, pytest.param(real_tokenizer, marks=DEMO)])
+def test_equals_one_call(tokenizer, name):
+    for block, sizes in ((600, [1, 50, 333]), (1100, [1100, 217, 5])):
+        check(tokenizer(), TEXTS[name], sizes, block)
 
 
 WORDS = st.sampled_from(
