@@ -42,10 +42,11 @@ GRIDS = (
     "test_backend_contract", "test_cpu_backend", "test_products", "test_fake_cuda", "test_key_scores", "test_kvzip",
     "test_families", "test_architectures", "test_rope_scalings",
     "test_ragged_decode", "test_changed_weights", "test_turns", "test_wrapped_models", "test_dense_step", "test_reading",
+    "test_row_products", "test_kernels_enter", "test_masks", "test_positions", "test_pages",
 )  # fmt: skip
-"""Files of whose tests ``GRID`` sets of parameters run, or one for each policy; with ``--all`` every one, and more examples of
-hypothesis."""
-GRID = 6
+"""Files of whose tests ``GRID`` sets of parameters run, and as many more as have a value of their own; of each implementation
+by itself, and of a policy one. With ``--all`` every one, and more examples of hypothesis."""
+GRID = 3
 LONGEST = (
     "test_readme_pasted", "test_default_types", "test_golden", "test_dense_step", "test_architectures", "test_on_card",
     "test_resume", "test_folded", "test_kernels_compile", "test_changed_weights", "test_hub", "test_chunk_graph",
@@ -117,16 +118,32 @@ def one_size(items):
         if item.get_closest_marker("left") is not None:
             continue
         if item.path.stem in GRIDS:
-            sets[item.path, item.originalname, policy_of(item)].append(item)
+            implementation = repr([params_of(item).get(name) for name in ("functions", "backend")])
+            sets[item.path, item.originalname, policy_of(item), implementation].append(item)
         else:
             chosen.add(item)
-    for (_, _, policy), found in sets.items():
-        chosen.update(by_lot(found, GRID if policy is None else 1))
+    for (_, _, policy, _), found in sets.items():
+        chosen.update(with_every_value(found) if policy is None else by_lot(found, 1))
     return chosen
 
 
+def with_every_value(found):
+    """``GRID`` by lot, and of the others those with a value of a parameter that none before them has."""
+    chosen, known = by_lot(found, GRID), set()
+    for item in by_lot(found, len(found)):
+        values = {(name, repr(value)) for name, value in params_of(item).items()}
+        if item not in chosen and not values <= known:
+            chosen.append(item)
+        known |= values
+    return chosen
+
+
+def params_of(item):
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
 def policy_of(item):
-    return item.callspec.params.get("policy") if hasattr(item, "callspec") else None
+    return params_of(item).get("policy")
 
 
 def by_lot(found, count):
