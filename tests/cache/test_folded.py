@@ -156,7 +156,7 @@ def test_the_demos_slots_in_bfloat16():
 
     alike, errors = [], []
     with torch.no_grad():
-        model(torch.tensor([ids]))
+        model.model(torch.tensor([ids]))
         for layer, head, x in [*zip(model.model.layers, heads.layers, inputs, strict=True)][::3]:
             products, fc1, fc2 = projections(layer.self_attn), head.fc1.weight, head.fc2.weight
             weight, exact = folded(head, products).weight_RC, torch.cat([one.weight for one in products])

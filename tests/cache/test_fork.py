@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from policy_runs import POLICIES, backbone, held, logits_of, make, tokens, turn
+from policy_runs import POLICIES, backbone, by_kind, held, logits_of, make, tokens, turn
 
 from locret_kit import attach
 from locret_kit.backbones.libraries import CACHE
@@ -26,7 +26,7 @@ def alike(fork, fresh, ids) -> None:
     assert held(fork) == held(fresh) and fork.counters.evictions == fresh.counters.evictions
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", by_kind(POLICIES))
 def test_a_fork_goes_on_as_a_fresh_run(policy):
     positions = turn(policy, "compact", "original")
     # A pyramid depends on the length of a short prompt, a reading on its end; elsewhere it need not be known.

@@ -82,7 +82,7 @@ def check_run(monkeypatch, policy, **rest) -> None:
             assert pinned(PINS, 10**6) <= set(head)
 
 
-@pytest.mark.parametrize("policy", EVICTING)
+@pytest.mark.parametrize("policy", by_kind(EVICTING))
 def test_every_policy_keeps_them(monkeypatch, policy):
     check_run(monkeypatch, policy, positions=turn(policy, "compact", "original"), decode_every=turn(policy, None, 5))
 

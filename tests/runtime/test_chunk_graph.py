@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from decoder_runs import alike
-from policy_runs import EVICTING, backbone, make, tokens
+from policy_runs import EVICTING, backbone, by_kind, make, tokens
 from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)
 
 from locret_kit import attach
@@ -53,7 +53,7 @@ def same(policy: str, family: str = "llama", **rest) -> TapedDecoder:
     return driver
 
 
-@pytest.mark.parametrize("policy", EVICTING)
+@pytest.mark.parametrize("policy", by_kind(EVICTING))
 def test_policies(policy):
     """What can be replayed is; the others say why not, and are read as ever."""
     parsed = parse_policy(policy)
