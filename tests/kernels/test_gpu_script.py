@@ -26,19 +26,8 @@ def test_it_runs_to_its_end_on_a_cpu(tmp_path):
     out = tmp_path / "rows.csv"
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    command = [
-        sys.executable,
-        gpu.__file__,
-        "--device",
-        "cpu",
-        "--model",
-        "tiny",
-        "--tokens",
-        "2048",
-        "--out",
-        str(out),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env=clean)
+    words = ["--device", "cpu", "--model", "tiny", "--tokens", "2048", "--out"]
+    done = subprocess.run([sys.executable, gpu.__file__, *words, str(out)], capture_output=True, text=True, env=clean)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     rows = rows_of(out)
     assert {row["device"] for row in rows} == {"cpu"} and {row["cap"] for row in rows} == {"none"}

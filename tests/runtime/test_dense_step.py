@@ -9,13 +9,13 @@ from decoder_runs import same
 from policy_runs import LENGTH, make, tokens
 from scripts_loaded import load_script
 from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)
+from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 from torch import nn
 
 from locret_kernels.decoder_step import RowProducts, composed
-from locret_kit import BoundedCache, HeadsConfig, RetainingHeads
+from locret_kit import BoundedCache
 from locret_kit.backbones.gguf.gguf_model import PackedLinear
-from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.backend import BACKENDS
 from locret_kit.cache.folded import fold_heads
 from locret_kit.cache.pages import PagePool
@@ -60,8 +60,7 @@ def test_families(family):
 def test_kernels_and_folded_heads(family, policy, driver):
     """Products by Triton's kernel, scores by heads that are folded where nothing stands between; a text alone in a pool too."""
     model = model_of(family)
-    torch.manual_seed(3)
-    heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "tiny", 32)).requires_grad_(False)
+    heads = tiny_heads(model, 32, seed=3)
     made: list[DenseStep] = []
 
     def form(model, cache):

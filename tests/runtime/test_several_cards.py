@@ -6,13 +6,13 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from policy_runs import tokens
 from pretended import CUDA, SECOND, card, moved
+from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 
-from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
+from locret_kit import BoundedCache, attach
 from locret_kit.backbones.decoder_modules import decoder_of, device_of
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.probe import describe
-from locret_kit.backbones.spec import spec_of
 from locret_kit.runtime.session import prefill
 
 LENGTH, STEPS = 61, 3
@@ -31,10 +31,7 @@ def spread_over_two(model) -> None:
 
 def run(policy: str, family: str, spread: bool, **rest):
     model = tiny_model(family, num_hidden_layers=3).double()
-    heads = None
-    if "locret" in policy:
-        torch.manual_seed(1)
-        heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "tiny", 16)).requires_grad_(False)
+    heads = tiny_heads(model, 16, seed=1) if "locret" in policy else None
     describe(model)  # before its numbers are on cards
     if spread:
         spread_over_two(model)
