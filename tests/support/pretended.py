@@ -7,7 +7,7 @@ No kernel runs: a launch is checked, and what it should have written stays as it
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,15 @@ class OnCard(Tensor):
     """A tensor of the CPU that says it is on a card."""
 
     inner: Tensor
+    where: torch.device
+    """As ``device``, which modes of functions take time to hand on."""
     card: Card
 
     @staticmethod
     def __new__(cls, inner: Tensor, where: torch.device = CUDA) -> OnCard:
         given = dict(strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype, device=where)
         made = Tensor._make_wrapper_subclass(cls, inner.size(), **given)
-        made.inner = inner
+        made.inner, made.where = inner, where
         return made
 
     def tolist(self) -> Any:
@@ -62,11 +64,11 @@ def on_card(tree: Any, where: torch.device = CUDA) -> Any:
 
 
 def here(tree: Any) -> Any:
-    return tree_map_only(OnCard, lambda x: x.inner, tree_map_only(torch.device, lambda d: HOST, tree))
+    return tree_map_only((OnCard, torch.device), lambda x: x.inner if isinstance(x, OnCard) else HOST, tree)
 
 
-def places(tree: Any) -> set[torch.device]:
-    return {x.device for x in tree_leaves(tree) if isinstance(x, Tensor)}
+def places(leaves: Iterable[Any]) -> set[torch.device]:
+    return {x.where if isinstance(x, OnCard) else x.device for x in leaves if isinstance(x, Tensor)}
 
 
 GUARDED = (Tensor.__getitem__, Tensor.__setitem__, Tensor.__invert__, Tensor.contiguous, Tensor.copy_)
@@ -90,12 +92,12 @@ class Indexing(TorchFunctionMode):
             self.card.note("index by booleans")
         if any(isinstance(x, Tensor) for x in at) and len(args) == 3 and not isinstance(args[2], OnCard):
             self.card.note("a number of the host written at an index of the device")
-        cards = {x.device for x in (args[0], *at) if isinstance(x, OnCard)}
+        cards = {x.where for x in (args[0], *at) if isinstance(x, OnCard)}
         if len(cards) > 1 and func is not Tensor.copy_:
             raise RuntimeError(f"{func.__name__} mixes devices: {cards}")
         with torch.utils._python_dispatch._disable_current_modes():
             out = func(*here(args))
-        return None if out is None else on_card(out, args[0].device)
+        return None if out is None else on_card(out, args[0].where)
 
 
 class Card(TorchDispatchMode):
@@ -112,10 +114,12 @@ class Card(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
-        given = places((args, kwargs))
+        leaves = tree_leaves((args, kwargs))
+        given = places(leaves)
         cards = {place for place in given if place.type == "cuda"}
-        named = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.device)]
-        goes = named[0] if named else None
+        goes = next((x for x in leaves if isinstance(x, torch.device)), None)
+        if not cards and goes is None:
+            return func(*args, **kwargs)
         if goes is not None and goes.type == "cuda":
             goes = torch.device("cuda", goes.index or 0)
         if name == "_scaled_dot_product_flash_attention":  # the card's alone
@@ -131,14 +135,14 @@ class Card(TorchDispatchMode):
         types = {place.type for place in given | ({goes} - {None})}
         if copies and len(types) > 1 and not _is_number(args):
             self.note("a copy between host and device")
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        arrays = {x.device for x in tensors if x.dim() or isinstance(x, OnCard)}
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        arrays = places(x for x in tensors if isinstance(x, OnCard) or x.dim())
         if not copies and len(arrays | cards) > 1:
             raise RuntimeError(f"{name} mixes devices: {given}")
         if goes == HOST:
             return out
-        where = goes or (args[0].device if name == "copy_" else next(iter(cards)))
-        known = {id(x.inner): x for x in tensors if isinstance(x, OnCard) and x.device == where}
+        where = goes or (places(args[:1]).pop() if name == "copy_" else next(iter(cards)))
+        known = {id(x.inner): x for x in tensors if isinstance(x, OnCard) and x.where == where}
         return tree_map_only(Tensor, lambda x: known.get(id(x)) if id(x) in known else on_card(x, where), out)
 
 
