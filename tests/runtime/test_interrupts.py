@@ -100,10 +100,12 @@ def interrupted(work: Callable[[], None], n: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_an_interrupt_while_attaching_or_detaching_leaves_the_model_as_it_was(family):
+@pytest.mark.parametrize(
+    ("family", "more"), [("llama", {}), ("gemma3", {"layer_types": ["sliding_attention", "full_attention"]})]
+)
+def test_an_interrupt_while_attaching_or_detaching_leaves_the_model_as_it_was(family, more):
     """At every call within both, one after the other."""
-    model, ids = tiny_model(family), tokens(20)
+    model, ids = tiny_model(family, num_hidden_layers=2, **more), tokens(20)
     module = sys.modules[type(model.model.layers[0].self_attn).__module__]
 
     def state():
