@@ -49,8 +49,9 @@ by itself, and of a policy one. With ``--all`` every one, and more examples of h
 GRID = 3
 LONGEST = (
     "test_readme_pasted", "test_default_types", "test_golden", "test_dense_step", "test_architectures", "test_on_card",
-    "test_resume", "test_folded", "test_kernels_compile", "test_changed_weights", "test_hub", "test_chunk_graph",
-    "test_gpu_script", "test_deepspeed", "test_serving_faults", "test_serving_sessions", "test_docs",
+    "test_fake_cuda", "test_resume", "test_folded", "test_kernels_compile", "test_changed_weights", "test_hub",
+    "test_several_cards", "test_chunk_graph", "test_gpu_script", "test_deepspeed", "test_serving_faults",
+    "test_serving_sessions", "test_docs",
 )  # fmt: skip
 """Files that take ten seconds of a processor and more, in that order."""
 
