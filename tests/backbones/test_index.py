@@ -199,4 +199,4 @@ def test_a_user_without_a_home_folder_is_told_so(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", home)
     with pytest.raises(OSError, match="no home folder for downloads: set HOME or XDG_CACHE_HOME"):
-        gguf.pull_gguf("Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF:Q4_K_M")
+        gguf_file.pull_gguf("Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF:Q4_K_M")

@@ -32,7 +32,7 @@ class OnCard(Tensor):
     """A tensor of the CPU that says it is on a card."""
 
     inner: Tensor
-    where: torch.device
+    place: torch.device
     """As ``device``, which modes of functions take time to hand on."""
     card: Card
 
@@ -40,7 +40,7 @@ class OnCard(Tensor):
     def __new__(cls, inner: Tensor, where: torch.device = CUDA) -> OnCard:
         given = dict(strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype, device=where)
         made = Tensor._make_wrapper_subclass(cls, inner.size(), **given)
-        made.inner, made.where = inner, where
+        made.inner, made.place = inner, where
         return made
 
     def tolist(self) -> Any:
@@ -68,7 +68,7 @@ def here(tree: Any) -> Any:
 
 
 def places(leaves: Iterable[Any]) -> set[torch.device]:
-    return {x.where if isinstance(x, OnCard) else x.device for x in leaves if isinstance(x, Tensor)}
+    return {x.place if isinstance(x, OnCard) else x.device for x in leaves if isinstance(x, Tensor)}
 
 
 GUARDED = (Tensor.__getitem__, Tensor.__setitem__, Tensor.__invert__, Tensor.contiguous, Tensor.copy_)
@@ -92,12 +92,12 @@ class Indexing(TorchFunctionMode):
             self.card.note("index by booleans")
         if any(isinstance(x, Tensor) for x in at) and len(args) == 3 and not isinstance(args[2], OnCard):
             self.card.note("a number of the host written at an index of the device")
-        cards = {x.where for x in (args[0], *at) if isinstance(x, OnCard)}
+        cards = {x.place for x in (args[0], *at) if isinstance(x, OnCard)}
         if len(cards) > 1 and func is not Tensor.copy_:
             raise RuntimeError(f"{func.__name__} mixes devices: {cards}")
         with torch.utils._python_dispatch._disable_current_modes():
             out = func(*here(args))
-        return None if out is None else on_card(out, args[0].where)
+        return None if out is None else on_card(out, args[0].place)
 
 
 class Card(TorchDispatchMode):
@@ -142,7 +142,7 @@ class Card(TorchDispatchMode):
         if goes == HOST:
             return out
         where = goes or (places(args[:1]).pop() if name == "copy_" else next(iter(cards)))
-        known = {id(x.inner): x for x in tensors if isinstance(x, OnCard) and x.where == where}
+        known = {id(x.inner): x for x in tensors if isinstance(x, OnCard) and x.place == where}
         return tree_map_only(Tensor, lambda x: known.get(id(x)) if id(x) in known else on_card(x, where), out)
 
 
