@@ -46,8 +46,7 @@ FACTS = (
 )  # fmt: skip
 """Tables of docs/results/facts.md: task, text, tokens, rows on the device."""
 QUESTIONS = (
-    ("agreement:leval.quality", "-", 2048, (256, 512)), ("agreement:leval.meeting_summ", "-", 2048, (256, 512)),
-    ("agreement:leval.coursera", "-", 2048, (256, 512)), ("questions", "later", 4096, (256, 512)),
+    ("agreement:leval.quality", "-", 2048, (256, 512)), ("questions", "later", 4096, (256, 512)),
     ("perplexity", "later", 2048, (256, 512)), ("perplexity", "jargon", 2048, (512,)),
     ("agreement:fidelity.continue", "later", 2048, (256, 512)),
 )  # fmt: skip
@@ -58,7 +57,10 @@ GEMMA = (
 """Tables of the second backbone in docs/results/facts.md."""
 THIRD = "qwen2.5-coder-1.5b-locret"
 """Heads of the backbone for code."""
-CODER = (("code.jsonl", "-", 4096, (512,)), ("code-8k.jsonl", "-", 8448, (1024,)), ("held.jsonl", "-", 4096, (512,)))
+CODER = (
+    ("code.jsonl", "-", 4096, (512,)), ("code-8k.jsonl", "-", 8448, (1024,)), ("held.jsonl", "-", 4096, (512,)),
+    ("keys-8k.jsonl", "-", 8448, (1024,)), ("leval.tpo", "-", 8192, (512,)),
+)  # fmt: skip
 """Tables of that backbone in docs/results/facts.md."""
 TITLES = {
     "R.PassKey": "A pass key of five digits", "R.Number": "A number of ten digits",
@@ -67,10 +69,10 @@ TITLES = {
     "code.jsonl": "Questions about this project's code, of kinds that heads were trained on",
     "code-8k.jsonl": "The same in longer texts",
     "held.jsonl": "Questions about this project's code, of kinds that no heads were trained on",
+    "keys-8k.jsonl": "Four pass keys in each of five texts of the Jargon File",
+    "leval.tpo": "L-Eval's multiple choice about four lectures of 4K tokens, read whole",
     "paraphrase": "A price of five digits, asked for in words that the text does not have",
     "agreement:leval.quality": "L-Eval's questions about stories: share of full attention's tokens that are chosen too",
-    "agreement:leval.meeting_summ": "L-Eval's meetings, to be summarised: the same share",
-    "agreement:leval.coursera": "L-Eval's questions about lectures: the same share",
     "questions": "Four questions about one document, asked of one cache",
     "perplexity": "The next words of a text: nats per token, lower is better",
     "agreement:fidelity.continue": "The next words of a text: share of full attention's tokens",
