@@ -250,7 +250,10 @@ def tree_of(options: DataclassInstance) -> Values:
     """Values of options by name, those of a section in a tree of their own."""
     hidden = getattr(options, "HIDDEN", ())
     values = {item.name: getattr(options, item.name) for item in fields(options) if item.name not in hidden}
-    return {name: tree_of(value) if is_dataclass(value) else value for name, value in values.items()}
+    return {
+        name: tree_of(value) if is_dataclass(value) and not isinstance(value, type) else value
+        for name, value in values.items()
+    }
 
 
 def given_by(command: Command[T], argv: list[str]) -> Values:
