@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 from safetensors import SafetensorError, safe_open
 
-from .naming import first_line
+from .naming import first_line, prefixed_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,14 +49,8 @@ def pointer_note(path: Path) -> str:
     return f" ({', '.join(found[:3])}: a Git LFS pointer in place of the content, run `git lfs pull`)" if found else ""
 
 
-@contextmanager
-def _safetensors(path: Path) -> Iterator[None]:
-    """Turn an error over a damaged file into a ValueError of one line."""
-    try:
-        yield
-    except SafetensorError as error:
-        said = f"{path} is truncated or no safetensors file{pointer_note(path)}"
-        raise ValueError(f"{said}: {first_line(error)}") from error
+def _cut(path: Path) -> str:
+    return f"{path} is truncated or no safetensors file{pointer_note(path)}"
 
 
 def write_beside(target: Path, write: Callable[[Path], object]) -> None:
@@ -280,7 +274,7 @@ def read_folder(folder: Path, what: str) -> tuple[dict[str, object], dict[str, T
     from safetensors.torch import load
 
     config, weights = _read_pair(folder, what)
-    with _safetensors(folder / WEIGHTS):
+    with prefixed_errors(_cut(folder / WEIGHTS), SafetensorError):
         return config, load(weights)
 
 
@@ -304,7 +298,7 @@ def _read_pair(folder: Path, what: str) -> tuple[dict[str, object], bytes]:
     if config is not None and config.pop(HASH, None) in (None, hashlib.sha256(weights).hexdigest()):
         return config, weights
     # A save was cut short between the two renames: its weights say what it is.
-    with _safetensors(folder / WEIGHTS), safe_open(folder / WEIGHTS, "np") as file:
+    with prefixed_errors(_cut(folder / WEIGHTS), SafetensorError), safe_open(folder / WEIGHTS, "np") as file:
         within = (file.metadata() or {}).get(CONFIG)
     if within is None:
         pair = f"{folder}: {CONFIG} and {WEIGHTS} belong to different saves, of which the last was cut short"
@@ -321,7 +315,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """
     from safetensors.torch import load_file
 
-    with _safetensors(path):
+    with prefixed_errors(_cut(path), SafetensorError):
         return load_file(path)
 
 

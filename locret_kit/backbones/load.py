@@ -129,8 +129,7 @@ def load_config(name: str, revision: str | None = None, *, whole: bool = False) 
     """
     if is_gguf(name):
         with _reading(f"model={name!r} cannot be loaded"):
-            file = _gguf(name, revision)
-            config = config_of(file, name)
+            config = config_of(_gguf(name, revision), name)
             check_config(config.to_dict())
             return config
     path = resolve_model(name)
@@ -153,12 +152,13 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
     rows = None
     with suppress(FileNotFoundError):  # a tokenizer alone, or beside code that is not run
         rows = getattr(load_config(name, revision), "vocab_size", None)
-    path = "" if is_gguf(name) else resolve_model(name)
-    with _reading(f"model={name!r} cannot be loaded: tokenizer", path):
-        if is_gguf(name):
-            from .gguf.gguf_tokenizer import tokenizer_of  # it alone needs transformers 5.18
+    if is_gguf(name):
+        from .gguf.gguf_tokenizer import tokenizer_of  # it alone needs transformers 5.18
 
+        with _reading(f"model={name!r} cannot be loaded: tokenizer"):
             return within_rows(tokenizer_of(_gguf(name, revision)), rows)
+    path = resolve_model(name)
+    with _reading(f"model={name!r} cannot be loaded: tokenizer", path):
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
             if not isinstance(tokenizer.model_max_length, int | float):

@@ -16,7 +16,8 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def is_question(text: str) -> bool:
-    """True. Raises ValueError for a text without words, or with bytes of another encoding, as the shell gave them."""
+    """Check a question: True. Raises ValueError for a text without words, or with bytes of another encoding, as the shell gave
+    them."""
     if not text.strip():
         raise ValueError("the question is empty")
     with prefixed_errors("the question is not UTF-8", UnicodeEncodeError):

@@ -141,8 +141,9 @@ def docstrings(schema: type) -> dict[str, str]:
         (definition,) = ast.parse(inspect.getsource(kind)).body
         assert isinstance(definition, ast.ClassDef)
         for above, below in pairwise(definition.body):
-            if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr):
-                texts[ast.unparse(above.target)] = " ".join(ast.literal_eval(below.value).split())
+            match above, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[name] = " ".join(text.split())
     return texts
 
 
@@ -248,12 +249,12 @@ def read(command: Command[T], argv: list[str]) -> T | None:
 
 def tree_of(options: DataclassInstance) -> Values:
     """Values of options by name, those of a section in a tree of their own."""
-    hidden = getattr(options, "HIDDEN", ())
-    values = {item.name: getattr(options, item.name) for item in fields(options) if item.name not in hidden}
-    return {
-        name: tree_of(value) if is_dataclass(value) and not isinstance(value, type) else value
-        for name, value in values.items()
-    }
+    tree: Values = {}
+    for item in fields(options):
+        if item.name not in getattr(options, "HIDDEN", ()):
+            value = getattr(options, item.name)
+            tree[item.name] = tree_of(value) if is_dataclass(type(value)) else value
+    return tree
 
 
 def given_by(command: Command[T], argv: list[str]) -> Values:

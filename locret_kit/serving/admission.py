@@ -111,7 +111,7 @@ class Sessions:
             self.write(self._save, parked, self.store)
 
     def _held(self, owner: str) -> dict[str, set[PrefixKey]]:
-        """What sessions have read, by their names. One that has read the same as a new one gives its place: a prompt that comes
+        """Keys of an owner's sessions, by name. One that has read the same as a new one gives its place. Else a prompt that comes
         again and again would push out all others."""
         held = defaultdict[str, set[PrefixKey]](set)
         kept = [] if self.store is None else self.store.sessions(owner)

@@ -107,7 +107,7 @@ def test_a_proxy_passes_its_public_name(unlocked, keyed):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_answers_that_run_are_finished_before_it_stops(commands, files, keyed, unlocked, number):
-    """Of requests as Open WebUI sends them."""
+    """Requests are as Open WebUI sends them."""
     command, url = (commands[0], keyed) if number is signal.SIGINT else (commands[1], unlocked)
     # Not yet asked.
     messages = [*MESSAGES, {"role": "assistant", "content": "Boats."}, {"role": "user", "content": "When?"}]

@@ -19,7 +19,7 @@ TAGS = ("loss", "recall", "train/regression", "val/loss", "val/recall")
 
 
 def words(settings: Sequence[str], backbone: Path, out: Path, world: int) -> list[str]:
-    """Of a training of 4 samples an optimiser step on ``world`` processes."""
+    """Settings of a training of 4 samples an optimiser step on ``world`` processes."""
     return [*SETTINGS, f"backbone.model={backbone}", f"out={out}", f"optim.accumulate={4 // world}", *settings]
 
 

@@ -13,7 +13,7 @@ from locret_kit.training.module import HeadTraining
 
 @pytest.fixture(scope="module", autouse=True)
 def show() -> Iterator[Callable[..., None]]:
-    """What draws the pictures of a run's board, which takes longer than the run: switched off here."""
+    """Pictures of a run's board are switched off here: to draw them takes longer than the run."""
     own = HeadTraining._show
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HeadTraining, "_show", lambda *given: None)

@@ -45,12 +45,11 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerBase:
         raise ValueError(f"tokenizer.ggml.model={kind!r:.60} must be 'gpt2' or 'llama'")
     if kind == "gpt2" and pre not in (known := [*PLAIN, *SPLITS]):
         raise ValueError(f"tokenizer.ggml.pre={pre!r:.60} is not known; these are: {', '.join(known)}")
-    made = _backend(file, fields, tokens)
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: file.token_id(key) for name, key in names.items()}
     context = file.fields.get(f"{file.architecture}.context_length")
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made,
+        tokenizer_object=_backend(file, fields, tokens),
         # Files of before that field, such as those of Llama 3: a vocabulary of SentencePiece begins a text by the token for it.
         add_bos_token=fields.get("add_bos_token", kind == "llama" or pre in WHOLE_WORDS),
         add_eos_token=fields.get("add_eos_token", False),

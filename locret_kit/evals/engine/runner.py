@@ -143,11 +143,8 @@ def check_prompts(run: Run) -> dict[Key, str]:
             _checked(example.made(), hashes)
     texts = {(task.name, task.haystack, length): task.text_hash for task in run.tasks for length in run.lengths}
     for row in rows:
-        if (
-            row.text_hash
-            and row.error is None
-            and texts.get((row.task, row.haystack, row.length), row.text_hash) != row.text_hash
-        ):
+        now = texts.get((row.task, row.haystack, row.length), row.text_hash)
+        if row.text_hash and row.error is None and now != row.text_hash:
             said = f"task={row.task}, haystack={row.haystack}: the text differs from that of the rows"
             raise ValueError(f"{said}: choose another out")
     return hashes
