@@ -22,11 +22,12 @@ from locret_kit.evals.engine.bm25 import ranking
 from locret_kit.runtime.evidence import WINDOW
 from locret_kit.samples.haystack import load_text
 
+NAMES = ("vault", "cellar", "archive", "harbour", "tower", "library", "garden", "bridge")
 
-def keys(tokenizer, number: int, tokens: int) -> list[dict]:
-    """Records of four pass keys each in the Jargon File."""
-    rng, text, records = random.Random(0), load_text("jargon"), []
-    names = ("vault", "cellar", "archive", "harbour")
+
+def keys(tokenizer, number: int, tokens: int, each: int = 4) -> list[dict]:
+    """Records of ``each`` pass keys (at most eight) in the Jargon File."""
+    rng, text, records, names = random.Random(0), load_text("jargon"), [], NAMES[:each]
     for _ in range(number):
         start = rng.randrange(len(text) - 8 * tokens)
         ids = tokenizer(text[start : start + 8 * tokens], add_special_tokens=False).input_ids[:tokens]
