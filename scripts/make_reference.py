@@ -386,7 +386,7 @@ def files() -> str:
     from locret_kit.heads import FORMAT, HeadsConfig
     from locret_kit.policies.methods import lococo
     from locret_kit.runtime.report import Report
-    from locret_kit.samples import SCHEMAS
+    from locret_kit.samples.records import SCHEMAS
 
     return page(
         "File formats",

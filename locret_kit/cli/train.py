@@ -10,7 +10,7 @@ from ..config.recipes import TRAIN
 from ..config.schema import read
 from ..config.train_options import PUBLISH, PublishOptions, TrainConfig
 from ..naming import prefixed_errors
-from ..samples import SUFFIXES, read_records
+from ..samples.records import SUFFIXES, read_records
 from .command import command, entry
 
 

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import Sample, about, encode_chat
+from . import Sample, encode_chat
 from .haystack import WORDS, count
+from .records import about
 
 WORDINGS: dict[str, list[list[str]]] = WORDS["code"]
 """Kind of question -> pairs of question and answer, with {name}, {of} and {value}."""

@@ -25,7 +25,7 @@ from ..backbones.index import INSTALLED
 from ..files import read_utf8
 from ..naming import check_name, prefixed_errors
 from ..text.tokens import encode
-from . import SUFFIXES, read_records
+from .records import SUFFIXES, read_records
 
 JARGON = (INSTALLED / "data" / "jargon.txt.gz", Path("/usr/share/doc/jargon-text/jargon.txt.gz"))
 """Places of the Jargon File 4.4.7: in the repository, and where Debian's package has the same bytes."""

@@ -6,8 +6,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from . import Sample, about, encode_chat
+from . import Sample, encode_chat
 from .haystack import WORDS, count, cut, hidden, next_start
+from .records import about
 
 PASSAGE = 1200
 """Characters of a passage, about."""

@@ -25,8 +25,9 @@ from ..naming import first_line, nearest
 from ..policies import rounded
 from ..policies.grammar import parse_source
 from ..policies.registry import parts_named
-from ..samples import SCHEMAS, WHOLE, Sample, encode_chat, is_unknown, overlap, read_records, to_messages
+from ..samples import Sample, encode_chat, overlap
 from ..samples.haystack import TEXTS
+from ..samples.records import SCHEMAS, WHOLE, is_unknown, read_records, to_messages
 from ..samples.study import Write
 from .made import DRAWS, Made, nobody
 

@@ -159,7 +159,7 @@ def test_the_examples_run(place, monkeypatch, capsys):
 
 
 def test_the_records_of_the_tutorial_are_of_every_schema():
-    from locret_kit.samples import SCHEMAS, to_messages
+    from locret_kit.samples.records import SCHEMAS, to_messages
 
     (block,) = blocks("tutorials/train", "json")
     records = [json.loads(line) for line in block.splitlines()]

@@ -163,7 +163,7 @@ def test_unusable_sources_are_refused(source, said, tmp_path, monkeypatch):
     def absent(name, split):
         raise FileNotFoundError(f"source={name} is no local path")
 
-    monkeypatch.setattr("locret_kit.samples._read_hub", absent)
+    monkeypatch.setattr("locret_kit.samples.records._read_hub", absent)
     for name, text in {"empty": "", "one": "class Alone(Exception):\n    pass\n"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.py").write_text(text)

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_tokenizers import BARE, CHAT, HAYSTACK, PARAGRAPH, TOK, TRIM, make_tokenizer
 
-from locret_kit.samples import Sample, encode_chat, haystack, read_records, synthetic, to_messages
+from locret_kit.samples import Sample, encode_chat, haystack, synthetic
 from locret_kit.samples.haystack import TASKS, make_needle
+from locret_kit.samples.records import read_records, to_messages
 
 
 def chat(*contents):

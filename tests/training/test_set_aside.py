@@ -18,8 +18,9 @@ from word_grams import grams
 from locret_kit import samples as records_module
 from locret_kit.cli.train import main
 from locret_kit.config.train_options import DataConfig
-from locret_kit.samples import Sample, encode_chat, read_records, to_messages
+from locret_kit.samples import Sample, encode_chat
 from locret_kit.samples.haystack import load_text
+from locret_kit.samples.records import read_records, to_messages
 from locret_kit.samples.synthetic import FACTS, HELD_FACTS, WORDS, make_fact
 from locret_kit.training import data as data_module
 from locret_kit.training.data import Samples, Share

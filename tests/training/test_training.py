@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from locret_kit import RetainingHeads
 from locret_kit.cli.train import main
 from locret_kit.config.train_options import DataConfig
-from locret_kit.samples import encode_chat, to_messages
+from locret_kit.samples import encode_chat
 from locret_kit.samples.haystack import load_text
+from locret_kit.samples.records import to_messages
 from locret_kit.samples.synthetic import synthetic_sample
 from locret_kit.training import fit
 from locret_kit.training.data import Samples

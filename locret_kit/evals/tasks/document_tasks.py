@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from ...naming import first_line, prefixed_errors
-from ...samples import SUFFIXES, read_records, to_messages
+from ...samples.records import SUFFIXES, read_records, to_messages
 from ...text.tokens import encode
 from ...text.untrusted import Span
 from ..metrics import Answer, Extra, get_metric
