@@ -1,5 +1,4 @@
-"""A training run from its configuration: trainer, progress, seeds, signals, and checkpoints that survive a full disk or
-a kill.
+"""A training run from its configuration: trainer, progress, seeds and signals.
 
 The export includes the run's curves: TensorBoard's scalars in one CSV file.
 """
@@ -14,14 +13,11 @@ import threading
 import warnings
 from contextlib import nullcontext
 from functools import cache
-from math import prod
-from operator import itemgetter
 from pathlib import Path
 
 import lightning as L
 import pandas
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import Strategy
@@ -37,13 +33,16 @@ from ..config.train_options import TrainConfig
 from ..files import locked, write_beside, write_json
 from ..naming import first_line, prefixed_errors
 from ..text.template import set_defaults
-from . import SETTINGS, TRAINING, FrozenTraining, flat, gather, trained_with
-from .data import HELD, SampleModule
+from . import TRAINING, FrozenTraining, gather, trained_with
+from .data import SampleModule
 from .module import HeadTraining
 from .pool import PoolTraining
+from .state import AtomicCheckpointIO, begin_from, check_state
 from .strategy import make_strategy
 from .writer import Writer
 
+TRAININGS: dict[str, type[FrozenTraining]] = {"heads": HeadTraining, "pool": PoolTraining}
+"""Trainings by ``trains``, the configuration's key."""
 LOGS = "tensorboard"
 """Folder of a run's curves; other runs may have theirs in the same folder."""
 
@@ -67,9 +66,6 @@ def write_curves(read: dict[str, dict[int, float]], target: Path) -> None:
     tags = sorted(curves, key=lambda tag: (tag != "loss", "layer" in tag, tag))
     form = {"index_label": "step", "float_format": "%.5g", "lineterminator": "\r\n"}
     write_beside(target, lambda path: curves.to_csv(path, columns=tags, **form))
-
-
-# ---- callbacks --------------------------------------------------------------------------------------------------------
 
 
 class Bar(Callback):
@@ -181,100 +177,6 @@ class StopWhole(Callback):
             if trainer.is_global_zero:
                 said = f"\nstopped at step {trainer.global_step}; state saved. To resume:\n  {self.command}"
                 print(said, file=sys.stderr)
-
-
-# ---- states of a run --------------------------------------------------------------------------------------------------
-
-
-TRAININGS: dict[str, type[FrozenTraining]] = {"heads": HeadTraining, "pool": PoolTraining}
-"""Trainings by ``trains``, the configuration's key."""
-FREE = ("recipe", "out", "resume", "trainer.", "data.batch", "data.num_workers")
-"""Beginnings of settings that may change from one part of a run to the next: they change no step."""
-BATCH = ("optim.accumulate", "trainer.devices", "trainer.num_nodes")
-"""Settings whose product is the number of samples in a step; they may change together."""
-
-
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Checkpoints are written beside their place and renamed: the previous one stays whole."""
-
-    def save_checkpoint(self, checkpoint: dict, path: str | Path, storage_options: object = None) -> None:
-        write_beside(Path(path), lambda beside: torch.save(checkpoint, beside))
-
-
-def read_state(path: Path) -> dict:
-    """A run's checkpoint; its tensors stay in the file until they are used.
-
-    Raises:
-        ValueError: it is damaged, or of another kind.
-    """
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        itemgetter("global_step", "state_dict", SampleModule.__name__)(dict(state))
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read as the state of a run ({type(error).__name__})") from error
-    return state
-
-
-def newest_state(out: Path) -> Path | None:
-    """The checkpoint with the highest step under ``out/state``, unreadable ones left aside."""
-    steps: dict[Path, int] = {}
-    for path in (out / "state").glob("*.ckpt"):
-        try:
-            steps[path] = read_state(path)["global_step"]
-        except ValueError as error:
-            print(f"{error}: it is skipped", file=sys.stderr)
-    return max(steps, key=lambda path: (steps[path], path), default=None)
-
-
-def begin_from(resume: str, out: Path) -> Path | None:
-    """The checkpoint that a run begins from.
-
-    Raises:
-        ValueError: a new run in the folder of another, or ``resume`` is no checkpoint of a run.
-    """
-    if resume in ("auto", "never"):
-        newest = newest_state(out)
-        if resume == "never" and any((out / "state").glob("*.ckpt")):
-            steps = read_state(newest)["global_step"] if newest else 0
-            raise ValueError(f"out={out} holds a run of {steps} steps: resume=auto continues it, or choose another out")
-        return newest
-    try:
-        read_state(Path(resume))
-    except ValueError as error:
-        raise ValueError(f"resume={error}: name a whole checkpoint in an earlier run's out/state, or auto") from error
-    return Path(resume)
-
-
-def check_state(path: Path, module: FrozenTraining, data: SampleModule) -> list[str]:
-    """Warnings of the settings that a checkpoint's steps were made with and those to come are not, and of other validation
-    samples.
-
-    Raises:
-        ValueError: it holds other weights than ``module``, or more steps.
-    """
-    state = read_state(path)
-    saved, mine = (
-        {n: [*w.shape] for n, w in weights.items()} for weights in (state["state_dict"], module.state_dict())
-    )
-    for name in sorted(saved.keys() | mine.keys()):
-        theirs, ours = saved.get(name, "missing"), mine.get(name, "missing")
-        if theirs != ours:
-            raise ValueError(
-                f"{path} was saved with other settings: {name} is {theirs} there and {ours} here; continue with that run's "
-                "settings, or start a new run with another out"
-            )
-    if (done := state["global_step"]) > (steps := module.cfg.optim.steps):
-        raise ValueError(f"optim.steps={steps} must be at least {done}, the steps of {path}")
-    before, now = state.get(SETTINGS, {}), flat(module.cfg)
-    batches = {prod(int(settings[name]) for name in BATCH) for settings in ({**now, **before}, now)}
-    differ = [name for name in now if before.get(name, now[name]) != now[name]]
-    changed = [name for name in differ if (len(batches) > 1 if name in BATCH else not name.startswith(FREE))]
-    words = ", ".join(f"{name}={now[name]} (was {before[name]})" for name in changed)
-    warned = [f"warning: {path} was saved with other settings; from here on: {words}"] if changed else []
-    if data.samples.held and state[SampleModule.__name__].get(HELD, data.held_hash) != data.held_hash:
-        why = "its figures and out/best do not compare with those to come, whose samples may have been trained on"
-        warned.append(f"warning: {path} was validated on other samples: {why}")
-    return warned
 
 
 def beyond_window(backbone: PreTrainedModel, cfg: TrainConfig) -> str | None:

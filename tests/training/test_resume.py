@@ -19,9 +19,11 @@ from forked import start, status_of
 from locret_kit.cli.train import main
 from locret_kit.config.recipes import load_config
 from locret_kit.files import locked
-from locret_kit.training import fit, module
-from locret_kit.training.fit import newest_state, read_curves
+from locret_kit.training import SETTINGS, fit, flat, module
+from locret_kit.training.data import SampleModule
+from locret_kit.training.fit import read_curves
 from locret_kit.training.module import HeadTraining
+from locret_kit.training.state import check_state, newest_state
 
 SETTINGS = ["recipe=tiny", "data.max_tokens=512", "trainer.accelerator=cpu", "data.val_samples=2"]
 
@@ -251,12 +253,12 @@ def test_a_warning_says_whether_steps_have_as_many_samples(tmp_path, given, warn
         settings = ["recipe=tiny", "model=lab/tiny", "trainer.strategy=ddp"]
         return load_config([*settings, *(f"{key}={value}" for key, value in given.items())])
 
-    saved = fit.flat(config([]))
-    state = {"global_step": 1, "state_dict": {}, fit.SampleModule.__name__: {"done": 4}, fit.SETTINGS: saved}
+    saved = flat(config([]))
+    state = {"global_step": 1, "state_dict": {}, SampleModule.__name__: {"done": 4}, SETTINGS: saved}
     torch.save(state, tmp_path / "step=1.ckpt")
     module = SimpleNamespace(state_dict=dict, cfg=config(given))
     data = SimpleNamespace(samples=SimpleNamespace(held=[]))
-    said = fit.check_state(tmp_path / "step=1.ckpt", module, data)
+    said = check_state(tmp_path / "step=1.ckpt", module, data)
     assert [line.partition("from here on: ")[2] for line in said] == ([warned] if warned else [])
 
 
