@@ -381,7 +381,7 @@ def files() -> str:
     """Files that the kit writes and reads."""
     from locret_kit.cache import file as cache_file
     from locret_kit.cache.restore import Saved
-    from locret_kit.documents.document_text import TextRecord
+    from locret_kit.documents.text_record import TextRecord
     from locret_kit.evals import engine
     from locret_kit.heads import FORMAT, HeadsConfig
     from locret_kit.policies.methods import lococo

@@ -19,8 +19,8 @@ def run_kept(args: KeptOptions) -> int:
     read_record(Path(args.file))
 
     from ..backbones.load import load_tokenizer
-    from ..documents.document_text import describe
     from ..documents.kept import highlight, read_kept
+    from ..documents.text_record import describe
     from ..evals.report import kept_page
     from ..text.tokens import token_texts
 

@@ -19,7 +19,7 @@ from ..cache.due import Schedule
 from ..cache.storage.codec import check_storage
 from ..config.infer_options import AskOptions, ChatOptions, Dtype, Generation, InferOptions, Machine, ReadOptions
 from ..documents.document import Document
-from ..documents.document_text import describe
+from ..documents.text_record import describe
 from ..heads import RetainingHeads, shipped_for
 from ..planning.text_budget import budget_of_text
 from ..policies import Policy

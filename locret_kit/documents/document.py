@@ -33,10 +33,12 @@ from ..runtime.session import Answer, Sampling, prefill
 from ..runtime.thoughts import MAX_THOUGHT, Thought
 from ..settings import RunSettings
 from ..text.template import Objects, protected_spans, render_messages
+from ..text.tokens import hash_ids
 from ..text.untrusted import Span
 from .conversation import Chat
-from .document_text import IDS, DocumentText, TextRecord, hash_ids, stated, stored_text
+from .document_text import DocumentText
 from .prefix_cache import PrefixCache
+from .text_record import IDS, TextRecord, stated, stored_text
 
 Progress = Callable[[int, int], None]
 Reader = Callable[["PreTrainedModel", "array[int]", BoundedCache, Progress | None], object]

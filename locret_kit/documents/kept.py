@@ -18,7 +18,7 @@ from ..cache.saved import CacheFile
 from ..naming import prefixed_errors
 from ..text.tokens import CHARACTER, token_texts
 from .document import Document
-from .document_text import stated, stored_text
+from .text_record import stated, stored_text
 
 T = TypeVar("T")
 

@@ -13,10 +13,10 @@ from itertools import dropwhile
 from typing import Any, Literal
 
 from ..documents.document import Document, EvidenceSearch
-from ..documents.document_text import hash_ids
 from ..engine import BoundedCache, Request, Sampling, Sequence, Thought
 from ..policies import Policy
 from ..settings import RunSettings
+from ..text.tokens import hash_ids
 from ..text.untrusted import Span
 
 LOG = logging.getLogger("locret_kit.serving")

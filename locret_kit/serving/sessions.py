@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..documents.document_text import hash_ids
 from ..engine import BoundedCache
+from ..text.tokens import hash_ids
 from .request import LOG, PrefixKey, ServerRequest
 from .store import SessionSpec, Store
 

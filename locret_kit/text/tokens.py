@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from array import array
 from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from .untrusted import BORDER, CUT, Span
 
@@ -339,3 +342,8 @@ def token_span(offsets: Sequence[Span], start: int, end: int, *, inner: bool = F
     if not tokens and not inner:
         raise ValueError(f"no token covers the characters {start} to {end}: is the answer empty?")
     return (tokens[0], tokens[-1] + 1) if tokens else (0, 0)
+
+
+def hash_ids(ids: array[int]) -> str:
+    """SHA-256 (hexadecimal) of token ids as little-endian 32-bit integers."""
+    return hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()

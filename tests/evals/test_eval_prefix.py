@@ -26,7 +26,7 @@ from locret_kit.cli.eval import main
 from locret_kit.cli.eval_setup import load_parts, run_of
 from locret_kit.config.eval_options import load_eval_config
 from locret_kit.evals.engine import measure, read_rows, runner
-from locret_kit.evals.engine.measure import SharedBeginning, shared_lengths
+from locret_kit.evals.engine.beginning import SharedBeginning, shared_lengths
 from locret_kit.evals.tables import summarize, to_csv
 from locret_kit.evals.tasks import Example, Task
 from locret_kit.runtime import drivers

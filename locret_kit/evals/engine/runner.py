@@ -12,13 +12,14 @@ from itertools import groupby
 
 from tqdm import tqdm
 
-from ...documents.document_text import hash_ids
 from ...engine import KVzip
 from ...samples.haystack import TooShort
+from ...text.tokens import hash_ids
 from ..metrics import as_list, get_metric, library
 from ..tasks.task import NEEDS_REFERENCE, Example
 from . import BM25, ORACLES, Key, Row, Run, Variant, appending, is_oracle, read_rows, reads_alone
-from .measure import SharedBeginning, cache_for, error_row, measure_row, shared_lengths
+from .beginning import SharedBeginning, shared_lengths
+from .measure import cache_for, error_row, measure_row
 
 Rows = dict[Key, Row]
 """Rows by key."""
