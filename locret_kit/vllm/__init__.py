@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from . import startup
 
 if TYPE_CHECKING:
-    from .attention_backend import Requests
+    from .requests import Requests
 
 LOG = logging.getLogger("locret_kit")
 
@@ -29,7 +29,7 @@ def __getattr__(name: str) -> type[Requests]:
     from .refusals import check_version
 
     check_version()
-    from .attention_backend import Requests
+    from .requests import Requests
 
     return Requests
 

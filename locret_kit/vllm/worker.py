@@ -43,7 +43,7 @@ class Worker:
     server: ServerSettings
     pages: EnginePages
     requests: dict[int, RequestInfo] = field(default_factory=dict)
-    """Requests by row of vLLM's batch, see ``attention_backend.Requests``."""
+    """Requests by row of vLLM's batch, see ``requests.Requests``."""
     unmeasured: VllmConfig | None = None
     """Configuration of an engine whose model is not measured yet."""
 
