@@ -31,16 +31,15 @@ def run(args: VllmOptions, theirs: list[str]) -> int:
     check_version()
     from vllm.platforms import current_platform
 
-    # What is said already stays. On a CPU a request for logprobs would wait minutes for a compiler; on a card the newer runner
-    # has logits processors of another kind.
+    # What is said already stays. Processes are spawned, as by vllm serve. On a CPU a request for logprobs would wait minutes for
+    # a compiler; on a card the newer runner has logits processors of another kind.
     name, value = ("TORCH_COMPILE_DISABLE", "1") if current_platform.is_cpu() else ("VLLM_USE_V2_MODEL_RUNNER", "0")
-    os.environ.setdefault(name, value)
+    for variable, default in (("VLLM_WORKER_MULTIPROC_METHOD", "spawn"), (name, value)):
+        os.environ.setdefault(variable, default)
     server, model = served_by(args)
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    cli_env_setup()
     parser = make_arg_parser(FlexibleArgumentParser(prog="locret-vllm"))
     options = parser.parse_args([*theirs, "--model", model])
     page = settle(options, server, args.sessions, theirs)

@@ -57,6 +57,11 @@ INTERFACES = (
     (CONNECTOR, "KVConnectorBase_V1.register_kv_caches", ("kv_caches",)),
     (CONNECTOR, "KVConnectorBase_V1.start_load_kv", ("forward_context",)),
     (CONNECTOR, "SupportsHMA.request_finished_all_groups", ("request", "block_ids")),
+    # The server.
+    ("vllm.entrypoints.cli.serve", "make_arg_parser", ("parser",)),
+    ("vllm.entrypoints.cli.serve", "validate_parsed_serve_args", ("args",)),
+    ("vllm.entrypoints.launchers.api_server.entry", "build_and_serve", ("engine_client",)),
+    ("vllm.entrypoints.launchers.api_server.entry", "run_server", ("args",)),
     # Ranks.
     ("vllm.distributed", "get_tensor_model_parallel_rank", ()),
     ("vllm.distributed", "get_tensor_model_parallel_world_size", ()),

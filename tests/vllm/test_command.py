@@ -6,7 +6,7 @@ import re
 import pytest
 import tiny
 from transformers import AutoConfig
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from locret_kit.backbones import load as precision

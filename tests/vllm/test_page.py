@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 from serve_process import free_port
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 ROOT = Path(__file__).resolve().parents[2]
