@@ -60,7 +60,7 @@ INTERFACES = (
     # The server.
     ("vllm.entrypoints.cli.serve", "make_arg_parser", ("parser",)),
     ("vllm.entrypoints.cli.serve", "validate_parsed_serve_args", ("args",)),
-    ("vllm.entrypoints.launchers.api_server.entry", "build_and_serve", ("engine_client",)),
+    ("vllm.entrypoints.launchers.api_server.entry", "build_and_serve", ()),  # locret-vllm puts its own in its place
     ("vllm.entrypoints.launchers.api_server.entry", "run_server", ("args",)),
     # Ranks.
     ("vllm.distributed", "get_tensor_model_parallel_rank", ()),

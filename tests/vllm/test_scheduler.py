@@ -9,8 +9,8 @@ import pytest
 import torch
 from vllm.config import CacheConfig
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.engine import core
 from vllm.v1.kv_cache_interface import KVCacheLayout, create_kv_cache_views
 from vllm.v1.request import Request
 
@@ -30,7 +30,9 @@ def config():
     told = SimpleNamespace(
         cache_config=cache, scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         attention_config=SimpleNamespace(hisparse_config=None, backend=None),
-        model_config=SimpleNamespace(max_model_len=LONGEST, original_max_model_len=LONGEST),
+        model_config=SimpleNamespace(
+            max_model_len=LONGEST, original_max_model_len=LONGEST, supports_kv_cache_grouping=False
+        ),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1, tensor_parallel_size=1, prefill_context_parallel_size=1
         ),
@@ -38,7 +40,9 @@ def config():
     )  # fmt: skip
     layers = {f"model.layers.{i}.self_attn.attn": SPEC for i in range(LAYERS)}
     memory = BLOCKS * LAYERS * SHAPE.nbytes
-    return kv_cache_utils.get_kv_cache_configs(told, [layers], [memory])[0]
+    # From 0.33 on layers are grouped first.
+    groups = [core.get_global_kv_cache_groups(told, [layers])] if hasattr(core, "get_global_kv_cache_groups") else []
+    return core.get_kv_cache_configs(told, [layers], [memory], *groups)[0]
 
 
 def manager(config, **rest) -> KVCacheManager:
