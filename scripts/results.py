@@ -59,7 +59,8 @@ THIRD = "qwen2.5-coder-1.5b-locret"
 """Heads of the backbone for code."""
 CODER = (
     ("code.jsonl", "-", 4096, (512,)), ("code-8k.jsonl", "-", 8448, (1024,)), ("held.jsonl", "-", 4096, (512,)),
-    ("keys-8k.jsonl", "-", 8448, (1024,)), ("leval.tpo", "-", 8192, (512,)),
+    ("keys-8k.jsonl", "-", 8448, (1024,)), ("keys-16k.jsonl", "-", 16640, (2048, 1024)),
+    ("keys-32k.jsonl", "-", 32640, (4096,)), ("leval.tpo", "-", 8192, (512,)),
 )  # fmt: skip
 """Tables of that backbone in docs/results/facts.md."""
 TITLES = {
@@ -70,6 +71,8 @@ TITLES = {
     "code-8k.jsonl": "The same in longer texts",
     "held.jsonl": "Questions about this project's code, of kinds that no heads were trained on",
     "keys-8k.jsonl": "Four pass keys in each of five texts of the Jargon File",
+    "keys-16k.jsonl": "Eight pass keys in each of three texts of the Jargon File",
+    "keys-32k.jsonl": "Eight pass keys in each of two texts of the Jargon File, as long as the model's window",
     "leval.tpo": "L-Eval's multiple choice about four lectures of 4K tokens, read whole",
     "paraphrase": "A price of five digits, asked for in words that the text does not have",
     "agreement:leval.quality": "L-Eval's questions about stories: share of full attention's tokens that are chosen too",
