@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -16,7 +16,7 @@ from ..answers.grammar import after_thought, call_rules, json_rule
 from ..answers.reader import Call, Event, Reader
 from ..documents.document import Document
 from ..engine import Thought
-from ..text.tokens import TooManyTokens, token_bytes
+from ..text.tokens import TooManyTokens, token_bytes, token_text
 from .answers import AnswerStream, Reply, Token
 from .bodies import ChatBody, TextBody
 from .constraint import Grammar, constraint, speller
@@ -111,7 +111,7 @@ def delta_of(event: Event, calls: Sequence[Call]) -> JsonObject:
 
 def logprobs_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[Token], *, chat: bool) -> JsonObject:
     """Log-probabilities of tokens, as completions of chats or of texts have them."""
-    spell = lru_cache(lambda token: str(tokenizer.decode([token])))
+    spell = partial(token_text, tokenizer)
 
     def entry(token: int, value: float) -> JsonObject:
         return {"token": spell(token), "logprob": value, "bytes": [*token_bytes(tokenizer, token)]}

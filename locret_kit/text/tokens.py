@@ -7,6 +7,7 @@ import re
 from array import array
 from collections.abc import Iterable, Sequence
 from copy import copy
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -204,9 +205,16 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> list[
     return texts
 
 
+@lru_cache(maxsize=1 << 14)
+def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """The text of one token within a text: at the very beginning some tokenizers leave out its blank."""
+    before = tokenizer(NEUTRAL, add_special_tokens=False).input_ids
+    return answer_text(tokenizer, [*before, token], special=True)[len(answer_text(tokenizer, before, special=True)) :]
+
+
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
     """The bytes of a token in UTF-8, also of one that is a part of a character."""
-    text, word = str(tokenizer.decode([token])), str(tokenizer.convert_ids_to_tokens(token))
+    text, word = token_text(tokenizer, token), str(tokenizer.convert_ids_to_tokens(token))
     if "\ufffd" not in text:
         return text.encode()
     if byte := BYTE.fullmatch(word):

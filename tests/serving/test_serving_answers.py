@@ -12,6 +12,7 @@ import pytest
 import torch
 from http_bodies import alone, chat, deleted, expected, until, uploaded, user
 from read_texts import parts, text_of
+from real_templates import real_tokenizer
 from served import LIMITS, SETTINGS, ask, new_engine, random_ids, running_engine, serving
 
 from locret_kit import BoundedCache, Document
@@ -22,6 +23,7 @@ from locret_kit.planning.server_caches import Caches
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime import engine as loop
 from locret_kit.runtime.session import Answer, Sampling
+from locret_kit.serving.completions import logprobs_of
 from locret_kit.serving.engine_thread import EngineThread
 from locret_kit.serving.process import HeaderTimeout
 from locret_kit.settings import RunSettings
@@ -162,6 +164,15 @@ def test_logprobs_of_completions_and_at_a_stop_text(client):
     assert cut.text == whole.text[: whole.text.index(stop)]
     kept = [at for at in said.text_offset if at < len(cut.text)]
     assert cut.logprobs.text_offset == kept and cut.logprobs.tokens == said.tokens[: len(kept)]
+
+
+def test_words_that_differ_by_a_blank_have_a_number_each():
+    """As lm-eval reads them: the likeliest is not the one that was chosen."""
+    tokenizer = real_tokenizer("gemma")
+    likeliest, chosen = tokenizer.convert_tokens_to_ids(["▁had", "had"])
+    row = [(likeliest, -0.1), (chosen, -3.0), (chosen, -3.0)]
+    said = logprobs_of(tokenizer, [(chosen, row, 0)], chat=False)
+    assert said["tokens"] == ["had"] and said["top_logprobs"] == [{" had": -0.1, "had": -3.0}]
 
 
 # ---- equal beginnings --------------------------------------------------------------------------------------------------

@@ -180,6 +180,14 @@ def decoding_tokenizer(kind: str):
     return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
 
 
+@pytest.mark.parametrize("kind", ["sentencepiece", "metaspace"])
+def test_a_token_has_its_blank(kind):
+    """At the beginning of a text these tokenizers leave it out."""
+    tokenizer = decoding_tokenizer(kind)
+    ids = tokenizer.convert_tokens_to_ids(["▁a", "▁", "b", "<s>"])
+    assert [token_bytes(tokenizer, token) for token in ids] == [b" a", b" ", b"b", b"<s>"]
+
+
 def streamed(tokenizer, ids: list[int]) -> list[str]:
     stream = TextStream(tokenizer)
     return [*map(stream.add, ids), stream.end()]
