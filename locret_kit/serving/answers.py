@@ -240,9 +240,9 @@ class Reply(StreamingResponse, ABC):
 
 
 def event(value: Mapping[str, object]) -> bytes:
-    """A server-sent event. Where it has a type, that is its name."""
+    """A server-sent event. Where it has a type, that is its name. In ASCII: many clients end a line at U+2028 or U+0085 too."""
     name = f"event: {value['type']}\n" if "type" in value else ""
-    return f"{name}data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
+    return f"{name}data: {json.dumps(value)}\n\n".encode()
 
 
 async def left(receive: Receive) -> None:

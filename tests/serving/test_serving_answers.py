@@ -1,5 +1,6 @@
 """What answers come with and what they share: stop texts, log-probabilities, equal beginnings, saved caches, bounds."""
 
+import json
 import socket
 import time
 from array import array
@@ -23,6 +24,7 @@ from locret_kit.planning.server_caches import Caches
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime import engine as loop
 from locret_kit.runtime.session import Answer, Sampling
+from locret_kit.serving.answers import event
 from locret_kit.serving.completions import logprobs_of
 from locret_kit.serving.engine_thread import EngineThread
 from locret_kit.serving.process import HeaderTimeout
@@ -173,6 +175,14 @@ def test_words_that_differ_by_a_blank_have_a_number_each():
     row = [(likeliest, -0.1), (chosen, -3.0), (chosen, -3.0)]
     said = logprobs_of(tokenizer, [(chosen, row, 0)], chat=False)
     assert said["tokens"] == ["had"] and said["top_logprobs"] == [{" had": -0.1, "had": -3.0}]
+
+
+@pytest.mark.parametrize("sign", ["\x85", "\u2028", "\u2029"])
+def test_an_event_is_one_line_for_every_client(sign):
+    """Python's ``str.splitlines``, by which httpx and requests read lines, ends one at these signs too."""
+    value = {"content": f"one{sign}two"}
+    line, blank = event(value).decode().splitlines()
+    assert json.loads(line.removeprefix("data: ")) == value and not blank
 
 
 # ---- equal beginnings --------------------------------------------------------------------------------------------------
