@@ -175,3 +175,12 @@ def test_a_user_without_a_home(monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "home", homeless)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert cpp.preferred() == tmp_path / f"locret_kit-{os.geteuid()}"
+
+
+@pytest.mark.parametrize("named", ["", "env g++", "{tmp}/my tools/g++"])
+def test_a_compiler_of_several_words(built, tmp_path, monkeypatch, named):
+    """As make reads CXX, such as "ccache g++"; an empty one is the usual compiler."""
+    (tmp_path / "my tools").mkdir()
+    (tmp_path / "my tools" / "g++").symlink_to(shutil.which("g++"))
+    monkeypatch.setenv("CXX", named.format(tmp=tmp_path))
+    assert built() == 42

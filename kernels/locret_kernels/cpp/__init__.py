@@ -230,9 +230,9 @@ def load(source: Path, *options: str) -> Library:
     """
     if sys.platform != "linux":
         raise Unavailable(f"it is built on Linux, not on {sys.platform}")
-    name = os.environ.get("CXX", "g++")
-    compiler = shutil.which(name)
-    if compiler is None:
+    name = os.environ.get("CXX", "").strip() or "g++"
+    compiler = (name,) if shutil.which(name) else tuple(name.split())  # it may be of several words: ccache g++
+    if shutil.which(compiler[0]) is None:
         raise Unavailable(f"no C++ compiler ({name}, or $CXX)")
     texts = [path.read_text("utf-8") for path in (source, *sorted(HEADERS.glob("*.h")))]
     made = hashlib.sha256("\0".join((*texts, *FLAGS, *options, _machine(compiler))).encode())
@@ -273,22 +273,22 @@ def announce() -> None:
 
 
 @cache
-def _machine(compiler: str) -> str:
+def _machine(compiler: tuple[str, ...]) -> str:
     """Text that tells compilers and processors apart where compiled code may differ."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
     known = Path("/proc/cpuinfo")
     lines = known.read_text("utf-8", errors="replace").splitlines() if known.exists() else []
     own = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
     return "\n".join([version, *(own or [platform.machine()])])
 
 
-def _compile(compiler: str, source: Path, options: tuple[str, ...], library: Path) -> None:
+def _compile(compiler: tuple[str, ...], source: Path, options: tuple[str, ...], library: Path) -> None:
     # PyTorch's own OpenMP, so that its threads and these are the same.
     own = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     with tempfile.TemporaryDirectory(dir=library.parent) as work:
         parts = str(Path(work) / "it.o"), str(Path(work) / "it.so")
-        _run([compiler, *FLAGS, *options, f"-I{HEADERS}", "-c", str(source), "-o", parts[0]])
-        _run([compiler, "-shared", parts[0], "-o", parts[1], *([str(own[0])] if own else ["-fopenmp"])])
+        _run([*compiler, *FLAGS, *options, f"-I{HEADERS}", "-c", str(source), "-o", parts[0]])
+        _run([*compiler, "-shared", parts[0], "-o", parts[1], *([str(own[0])] if own else ["-fopenmp"])])
         os.chmod(parts[1], 0o700)  # whatever the umask
         os.replace(parts[1], library)  # complete or not at all, whoever else compiles it now
 
