@@ -29,7 +29,6 @@ const WORDS = {
   404: "It is not there any more",
   413: "That is too large",
   429: "The server is full",
-  503: "The model is still being loaded",
 };
 
 // One request. Raises Refused with the server's own words; a 401 asks for the key.
@@ -543,11 +542,14 @@ const refresh = async () => {
   }
 };
 
+const HEALTH = { loading: "The model is being loaded.", failed: "The server has ended with an error, which its log names." };
+
 const start = () => attempt(async () => {
   for (;;) {
     const health = await fetch("/health").catch(() => null);
     if (health?.ok) break;
-    notice(health ? "The model is being loaded." : "The server cannot be reached; trying again.");
+    const { status } = (await health?.json().catch(() => null)) ?? {}; // a proxy has other words
+    notice(HEALTH[status] ?? "The server cannot be reached; trying again.");
     await sleep(1);
   }
   notice();

@@ -11,7 +11,7 @@ from http_bodies import bearer, chat, user
 from read_texts import text_of
 from served import KEYS, LIMITS, dictate, held, serving, with_template
 
-from locret_kit.serving.request import Busy
+from locret_kit.serving.request import Busy, Stopping
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} to look with")
 EVIL = "<img src=x onerror=document.title='gone'>"
@@ -217,6 +217,22 @@ def test_errors_are_said_in_words(tab, url, engine, monkeypatch, tmp_path):
     with serving(None) as loading:
         tab.open(loading)
         assert tab.wait("document.querySelector('#notice').textContent") == "The model is being loaded."
+    tab.open("about:blank")
+    tab.said.clear()
+
+
+def test_a_server_that_has_failed_is_not_said_to_load(tab, url, engine, monkeypatch):
+    opened(tab, url)
+
+    def ended(job):
+        raise Stopping("the engine has ended with an error")
+
+    monkeypatch.setattr(engine, "submit", ended)
+    assert ask(tab, "Who?") == "the engine has ended with an error"
+    monkeypatch.setattr(engine, "failed", True)
+    tab.open(url)
+    said = tab.wait("document.querySelector('#notice').textContent")
+    assert said == "The server has ended with an error, which its log names."
     tab.open("about:blank")
     tab.said.clear()
 
