@@ -7,7 +7,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from ..config.schema import read
@@ -36,11 +36,15 @@ def run(args: VllmOptions, theirs: list[str]) -> int:
     name, value = ("TORCH_COMPILE_DISABLE", "1") if current_platform.is_cpu() else ("VLLM_USE_V2_MODEL_RUNNER", "0")
     for variable, default in (("VLLM_WORKER_MULTIPROC_METHOD", "spawn"), (name, value)):
         os.environ.setdefault(variable, default)
-    server, model = served_by(args)
     from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="locret-vllm"))
+    if (named := parser.parse_args(theirs).model_tag) is not None:  # as vllm serve MODEL
+        if args.model not in (None, named):
+            raise ValueError(f"model={args.model!r} and {named!r}: leave one out")
+        args = replace(args, model=named)
+    server, model = served_by(args)
     options = parser.parse_args([*theirs, "--model", model])
     page = settle(options, server, args.sessions, theirs)
     validate_parsed_serve_args(options)

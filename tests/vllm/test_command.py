@@ -11,6 +11,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from locret_kit.backbones import load as precision
 from locret_kit.backbones import stand_in
+from locret_kit.cli import vllm
 from locret_kit.cli.vllm import main, served_by, settle
 from locret_kit.config.schema import read
 from locret_kit.config.serve_options import VLLM
@@ -56,6 +57,19 @@ def test_without_heads_the_policy_is_the_kits_or_the_nearest_that_a_page_holds(l
         assert ServerSettings(VllmSettings(budget=64, chunk=32)).default == "snapkv"
         assert served_by(read(VLLM, ["--model", str(llama), "--policy", "streaming"]))[0].default == "streaming"
     assert len(caplog.messages) == 2
+
+
+def test_a_model_may_stand_by_itself_as_for_vllm_serve(llama, monkeypatch, capsys):
+    """Not the demo's, or that of the heads, is served then."""
+    served, words = [], ["--budget", "64", "--chunk", "32", "--sessions", "2", "--policy", "knorm"]
+
+    async def serve(options, *rest) -> None:
+        served.append(options.model)
+
+    monkeypatch.setattr(vllm, "serve", serve)
+    assert main([str(llama), *words]) == 0 and served == [str(llama)]
+    assert main(["--model", "other", *words, str(llama)]) == 1
+    assert capsys.readouterr().err.endswith(f"locret-vllm: model='other' and {str(llama)!r}: leave one out\n")
 
 
 def settled(llama, *more: str):
