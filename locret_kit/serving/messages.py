@@ -160,12 +160,14 @@ def placed(place: str, value: object) -> Message:
 ANTHROPIC, RESPONSES = "/v1/messages", "/v1/responses"
 """Beginnings of the paths of protocols that are not chat completions'."""
 SAME = (
-    "model", "stream", "temperature", "top_p", "top_k", "seed", "document_id", "budget", "policy", "chat_template_kwargs",
-    "tools", "reasoning_effort", "reasoning", "thinking", "enable_thinking", "think", "thinking_budget", "thinking_token_budget",
+    "model", "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+    "logit_bias", "seed", "document_id", "budget", "policy", "chat_template_kwargs", "continue_final_message", "tools",
+    "reasoning_effort", "reasoning", "include_reasoning", "thinking", "enable_thinking", "think", "thinking_budget",
+    "thinking_token_budget",
 )  # fmt: skip
 FIELDS = {
     ANTHROPIC: (*SAME, "messages", "max_tokens", "thread", "stop_sequences", "output_config", "output_format"),
-    RESPONSES: (*SAME, "min_p", "tool_choice", "parallel_tool_calls", "store", "max_output_tokens", "text"),
+    RESPONSES: (*SAME, "stop", "tool_choice", "parallel_tool_calls", "store", "max_output_tokens", "text"),
 }
 """Fields of other protocols that a chat completion has by the same name, or by another of its ``places``."""
 NAMES = {"messages": "input", "max_tokens": "max_output_tokens"}

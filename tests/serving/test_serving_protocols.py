@@ -122,8 +122,25 @@ def test_arguments_of_the_template(kind):
         prompt(chat_template_kwargs={"style": "x"})
 
 
+FIELDS = {
+    "min_p": 0.5, "repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": 0.5, "logit_bias": {"5": 1},
+    "include_reasoning": False, "continue_final_message": False, "stop_sequences": ["x"], "stop": ["x"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BODIES)
+@pytest.mark.parametrize("name", FIELDS)
+def test_other_fields_have_their_effect_in_every_protocol(kind, name):
+    if (kind, name) in ((MessagesBody, "stop"), (ResponsesBody, "stop_sequences")):
+        return  # of the other protocol
+    field = name.removesuffix("_sequences")
+    plain, made = (kind.model_validate({**BODIES[kind], **more}) for more in ({}, {name: FIELDS[name]}))
+    assert getattr(made, field) != getattr(plain, field)
+
+
 SHARED = "temperature top_p top_k seed budget thinking_budget thinking_token_budget reasoning.max_tokens thinking.budget_tokens"
-PENALTIES = "n best_of min_p repetition_penalty frequency_penalty presence_penalty logit_bias.5"
+SAMPLING = "min_p repetition_penalty frequency_penalty presence_penalty logit_bias.5"
+PENALTIES = f"n best_of {SAMPLING}"
 CHAT = {"messages": user("Hi")}
 NUMBERS = {
     "v1/chat/completions": (
@@ -131,9 +148,9 @@ NUMBERS = {
         f"{SHARED} {PENALTIES} max_tokens max_completion_tokens max_output_tokens top_logprobs",
     ),
     "v1/completions": ({"prompt": "Hi"}, f"temperature top_p top_k seed budget {PENALTIES} max_tokens logprobs"),
-    "v1/messages": (CHAT | {"max_tokens": 8}, f"{SHARED} max_tokens"),
-    "v1/messages/count_tokens": (CHAT, f"{SHARED} max_tokens"),
-    "v1/responses": ({"input": "Hi"}, f"{SHARED} min_p max_output_tokens"),
+    "v1/messages": (CHAT | {"max_tokens": 8}, f"{SHARED} {SAMPLING} max_tokens"),
+    "v1/messages/count_tokens": (CHAT, f"{SHARED} {SAMPLING} max_tokens"),
+    "v1/responses": ({"input": "Hi"}, f"{SHARED} {SAMPLING} max_output_tokens"),
     "tokenize": (CHAT, f"{SHARED} {PENALTIES} max_tokens"),
 }
 """A body of each protocol, and its fields that are numbers."""
