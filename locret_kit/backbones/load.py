@@ -23,7 +23,7 @@ from .gguf import bare_name, is_gguf
 from .gguf.gguf_config import config_of
 from .gguf.gguf_file import GgufFile, open_gguf, pull_gguf
 from .gguf.gguf_model import model_of
-from .spec import check_config
+from .spec import check_config, text_config
 from .weight_bits import quantisation
 
 
@@ -298,10 +298,21 @@ def merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
         warnings.filterwarnings("error", message=".*missing adapter keys.*")  # weights for other layers' names
         warnings.filterwarnings("ignore", category=FutureWarning)  # peft asks transformers by an old name
         wrapped = PeftModel.from_pretrained(model, folder)
-    if not hasattr(wrapped.base_model, "merge_and_unload"):
-        kind = str(wrapped.peft_config["default"].peft_type).removeprefix("PeftType.")
-        raise ValueError(f"adapter={adapter!r} is {kind}, which cannot be merged into weights, as LoRA can")
-    return wrapped.merge_and_unload()
+        if hasattr(wrapped.base_model, "merge_and_unload"):
+            _untie(model)
+            return wrapped.merge_and_unload()
+    kind = str(wrapped.peft_config["default"].peft_type).removeprefix("PeftType.")
+    raise ValueError(f"adapter={adapter!r} is {kind}, which cannot be merged into weights, as LoRA can")
+
+
+def _untie(model: PreTrainedModel) -> None:
+    """Give the last layer a copy of the embedding table that it shares, if an adapter lies on either: a merge changes both."""
+    modules: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    table, last = (getattr(module, "base_layer", module) for module in modules)
+    if [table, last] != modules and getattr(last, "weight", None) is table.weight:
+        last.weight = nn.Parameter(last.weight.detach().clone(), requires_grad=False)
+        for config in (model.config, text_config(model)):
+            config.tie_word_embeddings = False
 
 
 def choose_adapter(recorded: str | None, given: str | None) -> tuple[str | None, str | None]:

@@ -3,12 +3,14 @@
 import io
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
-from peft import PrefixTuningConfig, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from tiny_lora import make_lora
 from tiny_tokenizer import save_tiny_backbone
+from transformers import AutoModelForCausalLM
 
 from locret_kit import RetainingHeads
 from locret_kit.backbones.load import choose_adapter, load_backbone
@@ -42,6 +44,18 @@ def test_merged_weights_are_w_plus_scaled_b_a(backbone, lora):
             assert torch.allclose(getattr(mine.self_attn, name).weight.double(), wanted, atol=1e-6)
         assert torch.equal(layer.self_attn.o_proj.weight, mine.self_attn.o_proj.weight)
     assert not any(p.requires_grad for p in adapted.parameters()) and type(adapted) is type(plain)
+
+
+@pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head"]])
+def test_a_merge_changes_one_of_two_modules_that_share_a_weight(targets, tmp_path):
+    base = str(save_tiny_backbone(tmp_path / "tied", tie_word_embeddings=True))
+    lora, ids = make_lora(Path(base), tmp_path / "lora", targets=("q_proj", *targets)), torch.arange(5, 25)[None]
+    apart = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), lora).eval()
+    merged, _ = load_backbone(base, dtype="float32", device="cpu", adapter=str(lora))
+    merged.save_pretrained(tmp_path / "merged")
+    again, _ = load_backbone(str(tmp_path / "merged"), dtype="float32", device="cpu", tokenizer=Mock())
+    for model in (merged, again):
+        assert torch.allclose(model(input_ids=ids).logits, apart(input_ids=ids).logits, atol=1e-5)
 
 
 def fit(backbone: Path, out: Path, *more: str) -> int:
@@ -98,6 +112,21 @@ def test_what_does_not_fit_is_one_line(backbone, lora, tmp_path):
     get_peft_model(model, config).save_pretrained(tmp_path / "prefix")
     with pytest.raises(ValueError, match="is PREFIX_TUNING, which cannot be merged"):
         load_backbone(str(backbone), adapter=str(tmp_path / "prefix"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (dict(lora_bias=True), "RuntimeError: Impossible to merge LoRA with `lora_bias=True`"),
+        (dict(alora_invocation_tokens=[5, 6]), "NotImplementedError: aLoRA does not support merging"),
+    ],
+)
+def test_what_peft_cannot_merge_is_one_line(settings, reason, backbone, tmp_path):
+    model, _ = load_backbone(str(backbone))
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], **settings)
+    get_peft_model(model, config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"cannot be put on LlamaForCausalLM: {reason}"):
+        load_backbone(str(backbone), adapter=str(tmp_path))
 
 
 def test_the_adapter_of_the_heads_unless_another_is_named(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ def make_lora(
     wrapped = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=list(targets), task_type="CAUSAL_LM"))
     with torch.no_grad():
         for name, weight in wrapped.named_parameters():
-            if "lora_B" in name:
+            if "lora_B" in name or "lora_embedding" in name:
                 weight.normal_(std=0.3)
     wrapped.save_pretrained(to)
     return to
