@@ -16,7 +16,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
 from ..files import pointer_note
-from ..naming import first_line
+from ..naming import first_line, prefixed_errors
 from . import demo, index, warn_of_newer
 from .bfloat16 import lacks_bfloat16
 from .gguf import bare_name, is_gguf
@@ -67,6 +67,11 @@ def pick_device(device: str | None) -> torch.device:
         raise ValueError(f"device={device!r} stores no data: name one that computes, such as cpu or cuda")
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: PyTorch sees no CUDA device here")
+    if where.type == "cuda" and (where.index or 0) >= (seen := torch.cuda.device_count()) > 0:
+        raise ValueError(f"device={device!r}: PyTorch sees the CUDA devices up to cuda:{seen - 1}")
+    if where.type not in ("cpu", "cuda"):
+        with prefixed_errors(f"device={device!r} cannot be used here", Exception):  # of a kind for each
+            torch.empty(0, device=where)
     return where
 
 

@@ -178,10 +178,20 @@ def test_a_path_that_heads_name_is_found_by_its_last_part(place):
     assert resolve_choice(str(place / "heads"), "other", None, None).backbone == "other"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there(place, infer):
-    status, _, err = infer("text", "--ckpt", str(place / "heads"), "--device", "cuda", "--quiet")
-    assert (status, err) == (1, "locret-infer: device='cuda': PyTorch sees no CUDA device here\n")
+@pytest.mark.parametrize(
+    ("device", "cards", "said"),
+    [
+        ("cuda", 0, ": PyTorch sees no CUDA device here"),
+        ("cuda:2", 2, ": PyTorch sees the CUDA devices up to cuda:1"),
+        ("xpu", 0, " cannot be used here: "),
+        ("hpu", 0, " cannot be used here: "),
+    ],
+)
+def test_a_device_that_is_not_there(device, cards, said, place, infer, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cards > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    status, _, err = infer("text", "--ckpt", str(place / "heads"), "--device", device, "--quiet")
+    assert status == 1 and err.startswith(f"locret-infer: device={device!r}{said}") and err.count("\n") == 1
 
 
 def test_the_library_runs_with_what_the_heads_were_published_with(place, tmp_path, infer):
