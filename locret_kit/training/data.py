@@ -165,7 +165,7 @@ class Records:
         """All questions about a text, then those about the next, while a usable record about another is left."""
         held: list[tuple[int, Sample]] = []
         left, alike = [n for n in self._unlike(numbers, known) if any(True for _ in self._asked(n))], list[int]()
-        while len(held) < wanted:
+        while (alike or left) and len(held) < wanted:
             number = (alike or left)[0]
             grams = self._with(number, known)
             unlike = [n for n in self._unlike(left, grams) if n != number]

@@ -182,6 +182,18 @@ def test_questions_about_one_text_are_one_line(tmp_path):
     assert len(samples_of(source, val_samples=0).sources[source].trained) == 20
 
 
+def test_a_source_whose_texts_another_has_set_aside_is_one_line(tmp_path):
+    first = jsonl(tmp_path / "first.jsonl", [record(1), record(2)])
+    lines = [
+        jsonl(tmp_path / f"{number}.jsonl", [record(number, f"What else, {i}?") for i in range(4)]) for number in (1, 2)
+    ]
+    for second in lines:  # the text of one is set aside, that of the other is needed for training
+        with pytest.raises(
+            ValueError, match="sets 1 samples of '.*' aside, where at most 0 can be: 3 of 4 records repeat"
+        ):
+            samples_of(first, second, val_samples=2)
+
+
 def test_a_text_that_cannot_be_split_is_one_line(tmp_path):
     (tmp_path / "line.txt").write_text("one line " * 40)
     (tmp_path / "same.txt").write_text("The same few words, over and over, for ever and a day, to the end.\n" * 200)
