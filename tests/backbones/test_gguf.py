@@ -294,6 +294,12 @@ def test_names_of_the_hub(monkeypatch):
         hub(*parts, "tiny-q2_k.gguf")
         assert gguf.is_gguf(named) and gguf_file.pull_gguf(named) == Path("lab/Tiny", parts[1])
         assert pulled == sorted(parts) and gguf.model_name(named).casefold() == "tiny"
+    hub("tiny-f16.gguf", "mmproj-tiny-f16.gguf")
+    for named, wanted in {
+        "lab/Tiny:F16": "tiny-f16.gguf",
+        "lab/Tiny/mmproj-tiny-f16.gguf": "mmproj-tiny-f16.gguf",
+    }.items():
+        assert gguf_file.pull_gguf(named) == Path("lab/Tiny", wanted)
     hub(*parts[:2])
     with pytest.raises(ValueError, match="is in 3 parts, of which lab/Tiny lacks Q8_0/tiny-q8_0-00002-of-00003.gguf"):
         gguf_file.pull_gguf("lab/Tiny:Q8_0")

@@ -346,11 +346,11 @@ def _indexed(match: re.Match[str]) -> IndexedFile | None:
 
 
 def _fitting(match: re.Match[str], files: list[str]) -> list[str]:
-    """Those of a repository's GGUF files that a name means."""
+    """Those of a repository's GGUF files that a name means. A tag means none of an image encoder (mmproj), as in llama.cpp."""
     if match["file"]:
         return [file for file in files if file == match["file"]]
     tag = rf"(^|.*[-._/]){re.escape(match['tag'])}(-\d{{5}}-of-\d{{5}})?\.gguf\Z"
-    return [file for file in files if re.match(tag, file, re.IGNORECASE)]
+    return [file for file in files if re.match(tag, file, re.IGNORECASE) and "mmproj" not in file.lower()]
 
 
 def _choose(name: str, match: re.Match[str], names: list[str]) -> list[str]:
