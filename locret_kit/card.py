@@ -30,6 +30,8 @@ from .settings import SMOOTH_L1
 
 _FILE = re.compile(r"\.(json|jsonl|parquet|txt|gz|md|yaml|pt|bin|ckpt|safetensors)$")
 CARD, TRAINING = "README.md", "training.json"
+MEASURED = re.compile(r"\n## Measured\n\n\| task \| haystack \|.*\n(\|.*\n?)*")
+"""Results in a card that was written by ``TEMPLATE``."""
 TEMPLATE = Environment(undefined=StrictUndefined, trim_blocks=True).from_string(
     resources.files(__package__).joinpath("card.md").read_text(encoding="utf-8")
 )
@@ -119,6 +121,7 @@ def write_release(
     mine = [row for row in rows if row.heads in names]
     check_cells(mine)
     cells = summarize(row for row in mine if row.policy == config.policy)
+    prose = MEASURED.sub("", prose) if cells else prose
     with prefixed_errors(f"{source}: {TRAINING} is no training's configuration", KeyError, TypeError, UndefinedError):
         sources = training["data"]["sources"] if training else []
         text = TEMPLATE.render(

@@ -94,6 +94,19 @@ def test_a_hand_written_card_keeps_its_words_and_gets_what_it_lacks(tmp_path):
     assert (given["license"], given["base_model"]) == ("apache-2.0", "lab/tiny")
 
 
+def test_results_of_a_published_card_make_way_for_those_of_today(tmp_path):
+    """Its folder was fetched from the Hub, and evaluated again."""
+    write_release(make(), "me/heads", tmp_path / "heads", save(tmp_path / "run" / "heads"))
+    before = (tmp_path / "heads" / "README.md").read_text()
+    (tmp_path / "heads" / "README.md").write_text(f"{before}\nMy words.\n")
+    with (tmp_path / "heads" / "results.jsonl").open("a") as rows:
+        rows.write(json.dumps({**ROWS[0], "sample": 2}) + "\n")
+    write_release(make(), "me/heads", tmp_path / "again", tmp_path / "heads")
+    after = (tmp_path / "again" / "README.md").read_text()
+    assert (before.count("(n=2)"), after.count("(n=2)"), after.count("(n=3)")) == (1, 0, 1)
+    assert after.count("## Measured") == after.count("My words.") == 1
+
+
 SHIPPED = {
     "smollm2-135m-locret": ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"),
     "gemma3-270m-locret": ("google/gemma-3-270m", "gemma"),
