@@ -60,8 +60,8 @@ def publish(
         private: whether a new repository is private.
         message: the commit's message.
         token: a Hub token. Default: ``HF_TOKEN``, or that of ``hf auth login``.
-        **names: ``base_model`` and ``adapter``, the Hub ids (``user/name``) that others need, and ``license``. Default:
-            those of the heads' configuration and of the card in ``source``.
+        **names: ``base_model`` and ``adapter``, the Hub ids (``user/name``; of a GGUF file ``user/name:Q4_K_M``) that others
+            need, and ``license``. Default: those of the heads' configuration and of the card in ``source``.
 
     Raises:
         ValueError: a name that is no ``user/name``, or a damaged file; it is named.
@@ -88,7 +88,7 @@ def write_release(
     Other files are copied unchanged.
 
     Raises:
-        ValueError: ``repo``, ``base_model`` or ``adapter`` is no ``user/name``; the backbone or adapter has a local
+        ValueError: ``repo``, ``base_model`` or ``adapter`` has no name of the Hub's; the backbone or adapter has a local
             name only; an adapter for heads without one; a damaged file, which is named; or one cell's results with
             different settings.
     """
@@ -222,7 +222,7 @@ def _hub_name(field: str, given: object, recorded: str) -> str:
     """The name that others load: as given, or as recorded, or as the recorded folder's ``backbone.json`` says."""
     if (repo := hub_repo(recorded)) and given in (None, repo):
         return recorded
-    if given and not REPO.match(str(given)):
+    if given and not (REPO.match(str(given)) or (field == "base_model" and hub_repo(str(given)))):
         raise ValueError(f"{field}={given!r}, which others are to load, must be user/name")
     if given:
         return str(given)

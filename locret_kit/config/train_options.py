@@ -302,7 +302,7 @@ class PublishOptions:
     message: str = "Upload retaining heads"
     """Commit message."""
     base_model: str | None = None
-    """USER/NAME of the backbone on the Hub. Default: named by the heads."""
+    """USER/NAME of the backbone on the Hub; USER/NAME:Q4_K_M of a GGUF file. Default: named by the heads."""
     adapter: str | None = None
     """USER/NAME of the PEFT adapter on the Hub. Default: named by the heads."""
     license: str | None = None

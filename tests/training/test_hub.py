@@ -202,6 +202,9 @@ def test_heads_of_a_gguf_file_of_this_machine_need_a_name(tmp_path, monkeypatch)
     heads = make(replace(CONFIG, backbone="my/models/tiny.gguf"))
     with pytest.raises(ValueError, match=r"others cannot load: give --base-model user/name"):
         write_release(heads, "me/heads", tmp_path / "r")
+    write_release(heads, "me/heads", tmp_path / "r", base_model="lab/Tiny-GGUF:Q4_K_M")
+    assert RetainingHeads.from_pretrained(str(tmp_path / "r")).config.backbone == "lab/Tiny-GGUF:Q4_K_M"
+    assert read_card(tmp_path / "r" / "README.md")[0]["base_model"] == "lab/Tiny-GGUF"
 
 
 @pytest.mark.parametrize(("status", "cached"), [(503, True), (429, True), (403, False)])
