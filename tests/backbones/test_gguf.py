@@ -28,6 +28,7 @@ from locret_kit.backbones.identity import first_difference, identity_of, tokeniz
 from locret_kit.backbones.load import load_backbone, load_config, load_tokenizer, other_backbone
 from locret_kit.cli.infer import main as infer
 from locret_kit.cli.plan import main as plan
+from locret_kit.text.template import template_source
 
 IDS = torch.arange(2, 42)[None]
 
@@ -144,6 +145,15 @@ def test_an_answer_ends_at_tokens_for_it_that_no_field_names(tmp_path):
     assert load_config(str(path)).eos_token_id == [0, 1]
     path.write_bytes(written(path.read_bytes(), "tokenizer.ggml.eos_token_id", 2**32 - 1))  # none of its tokens
     assert load_config(str(path)).eos_token_id == 1 and load_tokenizer(str(path)).eos_token is None
+
+
+def test_a_conversation_with_tools_has_the_template_for_it(tmp_path):
+    """As in llama.cpp and in transformers."""
+    tokenizer, templates = tiny_tokenizer(), {"default": TEMPLATE, "tool_use": "{{ tools }}" + TEMPLATE}
+    tokenizer.chat_template = [{"name": name, "template": text} for name, text in templates.items()]
+    path = write_gguf(tmp_path / "templates.gguf", tiny_source("llama"), "F16", tokenizer)
+    own = load_tokenizer(str(path))
+    assert [template_source(own), template_source(own, tools=True)] == [*templates.values()]
 
 
 def test_matrices_stay_where_the_file_is_mapped(file):

@@ -25,12 +25,14 @@ WHOLE_WORDS = {name for name in SPLITS if SPLITS[name] == SPLITS["llama-bpe"]} -
 """Names under which a piece that is a token is not merged anew, and a text begins with a token unless the file says otherwise."""
 COMPOSED = {name for name in SPLITS if SPLITS[name] in (SPLITS["qwen2"], SPLITS["qwen35"])}
 """Names under which a text is normalised (NFC)."""
+TEMPLATE = "tokenizer.chat_template"
+"""Field of the chat template; others have a name after it, such as ``.tool_use`` for conversations with tools."""
 UNSWALLOWING = ("<unk>", "<s>", "<|endoftext|>")
 """Tokens of Phi-3 that do not swallow the blanks behind them, as its others do. A file does not say it."""
 
 
 def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerBase:
-    """The tokenizer with the file's special tokens and chat template.
+    """The tokenizer with the file's special tokens and chat templates.
 
     Raises:
         ValueError: it has none, or one of a kind that is not known; it is named.
@@ -57,9 +59,13 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerBase:
         model_max_length=context if type(context) is int else None,
         **{name: tokens[i] for name, i in ids.items() if i is not None},
     )
-    template = file.fields.get("tokenizer.chat_template")
-    if isinstance(template, str):
-        tokenizer.chat_template = template
+    templates = {
+        name.removeprefix(TEMPLATE).removeprefix(".") or "default": text
+        for name, text in file.fields.items()
+        if name.startswith(TEMPLATE) and isinstance(text, str)
+    }
+    if "default" in templates:
+        tokenizer.chat_template = templates if len(templates) > 1 else templates["default"]
     return tokenizer
 
 
