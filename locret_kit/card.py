@@ -103,7 +103,7 @@ def write_release(
     given |= {"license": license} if license else {}
     backbone = _hub_name("base_model", base_model or given.get("base_model"), heads.config.backbone)
     adapter = heads.config.adapter and _hub_name("adapter", adapter, heads.config.adapter)
-    config = replace(heads.config, backbone=backbone, adapter=adapter)
+    config = replace(heads.config, backbone=backbone, adapter=adapter, inference=public(heads.config.inference))
     released = RetainingHeads(config)
     released.load_state_dict(heads.state_dict())
     released.save_pretrained(target)
@@ -120,7 +120,7 @@ def write_release(
     names = {path.name for path in (folder, beside) if path}  # of the best heads of a run, that of the folder best too
     mine = [row for row in rows if row.heads in names]
     check_cells(mine)
-    cells = summarize(row for row in mine if row.policy == config.policy)
+    cells = summarize(row for row in mine if row.policy == heads.config.policy)
     prose = MEASURED.sub("", prose) if cells else prose
     with prefixed_errors(f"{source}: {TRAINING} is no training's configuration", KeyError, TypeError, UndefinedError):
         sources = training["data"]["sources"] if training else []
@@ -172,7 +172,7 @@ def public_rows(file: Path, recorded: str, published: str, rows: list[Row]) -> b
         if isinstance(value, dict) and value.keys() >= set(KEY):
             with prefixed_errors(where, ValueError):
                 row = Row.from_dict(value)
-            value |= {name: public(value[name]) for name in ("model", "adapter", "error") if name in value}
+            value |= {name: public(value[name]) for name in ("model", "adapter", "policy", "error") if name in value}
             if Path(str(row.model)).name == Path(recorded).name:
                 value["model"] = published
             # Half a surrogate pair becomes JSON's own escape.

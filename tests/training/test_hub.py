@@ -234,15 +234,16 @@ def test_no_local_path_is_published(tmp_path):
     training["data"]["sources"] += ["priv/acme/d.jsonl", "acme/e.jsonl", "/home/acme corp/f g.jsonl"]
     training |= {"out": "acme/run", "pool": {"policy": "h2o merge=lococo(/home/acme or so/pool)"}}
     (source / "training.json").write_text(json.dumps(training))
-    error = "OSError: '/home/acme/x' is gone"
-    row = {**ROWS[0], "model": "/home/acme/tiny", "adapter": "/home/acme/lora", "error": error}
+    error, policy = "OSError: '/home/acme/x' is gone", "h2o merge=lococo(/home/acme/pool)"
+    row = {**ROWS[0], "model": "/home/acme/tiny", "adapter": "/home/acme/lora", "policy": policy, "error": error}
     (source / "results.jsonl").write_text(json.dumps(row))  # whole, though its end is missing
-    heads = make(replace(CONFIG, backbone="/home/acme/tiny"))
+    heads = make(replace(CONFIG, backbone="/home/acme/tiny", inference={**INFERENCE, "policy": policy}))
     write_release(heads, "me/heads", tmp_path / "r", source, base_model="lab/tiny")
     for file in (tmp_path / "r").iterdir():
         assert b"acme" not in file.read_bytes(), file.name
     published = json.loads((tmp_path / "r" / "results.jsonl").read_text())
-    assert (published["model"], published["adapter"]) == ("lab/tiny", "lora")
+    told = [published[name] for name in ("model", "adapter", "policy")]
+    assert told == ["lab/tiny", "lora", "h2o merge=lococo(pool)"]
     assert (
         "from synthetic, Some/Set, x.jsonl, d.jsonl, e.jsonl, f g.jsonl;" in (tmp_path / "r" / "README.md").read_text()
     )
