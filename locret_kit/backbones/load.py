@@ -71,7 +71,7 @@ def pick_device(device: str | None) -> torch.device:
         raise ValueError(f"device={device!r}: PyTorch sees the CUDA devices up to cuda:{seen - 1}")
     if where.type not in ("cpu", "cuda"):
         with prefixed_errors(f"device={device!r} cannot be used here", Exception):  # of a kind for each
-            torch.empty(0, device=where)
+            torch.empty(0, dtype=torch.uint8, device=where)
     return where
 
 
