@@ -102,6 +102,10 @@ def test_what_does_not_fit_is_one_line(backbone, lora, tmp_path):
     deep = save_tiny_backbone(tmp_path / "deep", num_hidden_layers=4)
     with pytest.raises(ValueError, match="cannot be put on LlamaForCausalLM: .*missing adapter keys"):
         load_backbone(str(deep), adapter=str(lora))
+    with pytest.raises(
+        ValueError, match=r"cannot be put on LlamaForCausalLM: the model has no module for .*layers\.3\."
+    ):
+        load_backbone(str(backbone), adapter=str(make_lora(deep, tmp_path / "deeper")))
     with pytest.raises((ValueError, OSError), match=r"adapter='.*gone': no such folder"):
         load_backbone(str(backbone), adapter=str(tmp_path / "gone"))
     (tmp_path / "empty").mkdir()
