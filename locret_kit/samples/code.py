@@ -9,6 +9,7 @@ import random
 import re
 import sysconfig
 import warnings
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,7 +143,7 @@ def _of_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Fact]
     own = [one.arg for one in (*plain, *given.kwonlyargs) if one.arg not in ("self", "cls")]
     if own:
         yield Fact("parameters", name, "", ", ".join(own), head, body, once)
-    inside = [one for statement in node.body for one in ast.walk(statement)]
+    inside = [one for statement in node.body for one in _own(statement)]
     returns = [one.value for one in inside if isinstance(one, ast.Return) and one.value is not None]
     if len(returns) == 1:
         yield Fact("returns", name, "", ast.unparse(returns[0]), head, last, once)
@@ -156,6 +157,16 @@ def _of_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Fact]
     for other in dict.fromkeys(called):
         if called.count(other) == 1 and len(other) > 3 and other != name:
             yield Fact("caller", other, "", name, head, last, rf"(?<!def )(?<!class )\b{other}\(")
+
+
+def _own(statement: ast.AST) -> Iterator[ast.AST]:
+    """Nodes of a statement, as ``ast.walk`` has them, without those of functions and classes in it."""
+    todo = deque([statement])
+    while todo:
+        node = todo.popleft()
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node
+            todo.extend(ast.iter_child_nodes(node))
 
 
 def code_text(

@@ -190,3 +190,12 @@ def test_the_script_writes_records_for_an_evaluation(folder, tmp_path, monkeypat
             assert len(record["instructions"]) == len(record["outputs"]) > 0
             asked = [bool(re.search("exception|decorator|From which module", one)) for one in record["instructions"]]
             assert asked == [bool(held)] * len(asked)
+
+
+def test_a_function_does_not_return_raise_or_call_what_one_within_it_does(tmp_path):
+    inner = "    def inner():\n        helper()\n        if wrong:\n            raise KeyError\n        return 5\n"
+    (tmp_path / "nested.py").write_text(f"def outer(one):\n{inner}    run(inner)\n    other()\n")
+    (file,) = read_code(str(tmp_path))
+    assert {(fact.kind, fact.name) for fact in file.facts} == {
+        ("function_file", "outer"), ("parameters", "outer"), ("caller", "other"),
+    }  # fmt: skip
