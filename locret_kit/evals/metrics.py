@@ -102,8 +102,8 @@ def leval_choice(output: str, answer: Answer, extra: Extra) -> dict[str, float]:
 
     ``extra['several']``: more than one option may be right (Coursera).
     """
-    wanted = re.sub("[^A-D]", "", str(answer).split()[0]) or "A"
-    return {"accuracy": _exact(_leval_letters(output, several=bool(extra.get("several"))), wanted)}
+    given = _leval_letters(output, several=bool(extra.get("several")))
+    return {"accuracy": best(lambda _, a: _exact(given, re.sub("[^A-D]", "", a.split()[0]) or "A"), output, answer)}
 
 
 def _exact(given: str, wanted: str) -> float:
@@ -144,7 +144,7 @@ def leval_match(output: str, answer: Answer, extra: Extra) -> dict[str, float]:
 
 def leval_math(output: str, answer: Answer, extra: Extra) -> dict[str, float]:
     """The number of "The answer is ...", else the first paragraph's last (L-Eval's GSM)."""
-    return {"match": _exact(_leval_number(output), _leval_number(str(answer)))}
+    return {"match": best(lambda o, a: _exact(_leval_number(o), _leval_number(a)), output, answer)}
 
 
 def _leval_number(text: str) -> str:
@@ -216,8 +216,8 @@ def rouge_jieba(output: str, answer: Answer, extra: Extra) -> Scores:
 
 
 def distance(output: str, answer: Answer, extra: Extra) -> Scores:
-    """Nearness of two texts: ROUGE, BLEU, METEOR, and whether they are the same (RoCo, section 5.1)."""
-    reference = str(as_list(answer)[0])
+    """Nearness to a text, of several to the nearest: ROUGE, BLEU, METEOR, and whether it is the same (RoCo, section 5.1)."""
+    reference = max(map(str, as_list(answer)), key=lambda a: (a == output, rouge(output, a, extra)["rougeL"]))
     figures = {**reconstruction(output, reference, extra), **meteor(output, reference), "same": 0.0}
     # Equal texts are at no distance, also where they hold no word, or fewer words than BLEU's n-grams.
     return dict.fromkeys(figures, 1.0) if output == reference else figures
@@ -225,7 +225,7 @@ def distance(output: str, answer: Answer, extra: Extra) -> Scores:
 
 def reconstruction(output: str, answer: Answer, extra: Extra) -> Scores:
     """Share of the text itself that was repeated: ROUGE, and BLEU of the one example (RoCo, section 5.1.1)."""
-    return {**rouge(output, answer, extra), "bleu": bleu(output, str(answer))}
+    return {**rouge(output, answer, extra), "bleu": best(bleu, output, answer)}
 
 
 def bleu(output: str, reference: str) -> float:
@@ -307,12 +307,12 @@ def of_first_line(metric: Metric) -> Metric:
 def first_number(output: str, answer: Answer, extra: Extra) -> Scores:
     """The first run of digits is the answer (InfiniteBench's pass keys and numbers)."""
     number = re.search("[0-9]+", output)
-    return {"match": float(number is not None and number.group() == str(as_list(answer)[0]))}
+    return {"match": best(lambda _, a: number is not None and number.group() == a, output, answer)}
 
 
 def has_word(output: str, answer: Answer, extra: Extra) -> Scores:
     """The answer is one of the words (InfiniteBench's key/value retrieval)."""
-    return {"match": float(str(as_list(answer)[0]) in spaced(output, "\n:\"'.,?!{}").split())}
+    return {"match": best(lambda o, a: a in spaced(o, "\n:\"'.,?!{}").split(), output, answer)}
 
 
 def has_name(output: str, answer: Answer, extra: Extra) -> Scores:
@@ -328,10 +328,10 @@ def has_all(output: str, answer: Answer, extra: Extra) -> Scores:
 
 def equal_number(output: str, answer: Answer, extra: Extra) -> Scores:
     """The first number equals the answer; an integer answer reads no further than the point (InfiniteBench's Math.Find)."""
-    number, wanted = re.search(r"\d+\.\d+|\d+", output), as_list(answer)[0]
-    if number is None or (isinstance(wanted, int) and "." in number.group()):
-        return {"match": 0.0}
-    return {"match": float(float(number.group()) == float(wanted))}
+    match = re.search(r"\d+\.\d+|\d+", output)
+    number = match.group() if match else "nan"
+    fitting = (a for a in as_list(answer) if not (isinstance(a, int) and "." in number))
+    return {"match": float(any(float(number) == float(a) for a in fitting))}
 
 
 def leading_numbers(output: str, answer: Answer, extra: Extra) -> Scores:
@@ -347,7 +347,7 @@ def last_integer(output: str, answer: Answer, extra: Extra) -> Scores:
     """The last word is the answer (InfiniteBench's Code.Run)."""
     words = spaced(output, "\n.`'\":").split()
     try:
-        return {"match": float(bool(words) and int(words[-1]) == int(as_list(answer)[0]))}
+        return {"match": best(lambda _, a: bool(words) and int(words[-1]) == int(a), output, answer)}
     except ValueError:
         return {"match": 0.0}
 

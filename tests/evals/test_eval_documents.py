@@ -184,6 +184,7 @@ def test_a_file_of_questions_is_a_task(tmp_path):
     assert get_metric(task.metric)("It was Ann.", made[0].answer, {}) == {"contains": 1.0, "f1": 0.5}
     assert find_tasks([path], metric="qa_f1")[0].metric == "qa_f1"
     wrong = {"contain": "'contain' is unknown. Did you mean 'contains'", "gsm8k": "metric=gsm8k needs more than"}
+    wrong |= {"has_name": "metric=has_name needs more than"}  # it counts the first accepted answer alone
     for metric, said in wrong.items():
         with pytest.raises(ValueError, match=said):
             find_tasks([path], metric=metric)

@@ -98,9 +98,19 @@ def test_bleu_and_meteor_are_the_libraries():
     assert figures.get("meteor_stem", stem) == pytest.approx(stem) and 0 < stem < 1 and figures["same"] == 0
 
 
-def test_several_references_count_the_best():
-    assert get_metric("rouge")("b c", ["x y", "b c"], {})["rougeL"] == 1
-    assert get_metric("rouge_lsum")("b c", ["x y", "b c"], {}) == {"rougeLsum": 1.0}
+@pytest.mark.parametrize(
+    ("name", "output", "answers"),
+    [
+        *(("rouge", "b c", ["x y", "b c"]), ("rouge_lsum", "b c", ["x y", "b c"])),
+        *(("distance", "a b c d e", ["x y", "a b c d e"]), ("distance", "...", ["x y", "..."])),
+        *(("reconstruction", "a b c d e", answers) for answers in (["a b c d e"], ["x y", "a b c d e"])),
+        *((name, "43", ["42", "43"]) for name in ("first_number", "has_word", "equal_number", "last_integer")),
+        *(("leval_math", number, ["42", "43"]) for number in ("42", "43")),
+        ("leval_choice", "B", ["A", "B"]),
+    ],
+)  # fmt: skip
+def test_several_accepted_answers_count_the_best(name, output, answers):
+    assert set(get_metric(name)(output, answers, {}).values()) == {1.0}
 
 
 def test_unknown_metric_and_missing_library(monkeypatch):

@@ -311,7 +311,8 @@ def records_task(path: str, samples: int, metric: str = "contains") -> Task:
     """
     score = get_metric(metric)
     with prefixed_errors(f"metric={metric} needs more than a list of accepted answers", KeyError, ValueError):
-        if next(iter(score("1", ["1"], {}).values())) < 0.99:
+        first, second = (next(iter(score("1", accepted, {}).values())) for accepted in (["1"], ["2", "1"]))
+        if first < 0.99 or not second:
             raise ValueError("an answer that is in it is wrong")
     if not Path(path).is_file():
         raise FileNotFoundError(f"task={path}: there is no such file")
