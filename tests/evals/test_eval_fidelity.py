@@ -2,6 +2,8 @@
 
 import math
 import sys
+from array import array
+from dataclasses import replace
 from types import SimpleNamespace
 
 import forked
@@ -15,7 +17,7 @@ from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.cli.eval import main
 from locret_kit.documents.kept import Kept
-from locret_kit.evals.engine import Setup, Variant
+from locret_kit.evals.engine import Setup, Variant, bm25
 from locret_kit.evals.engine.harness import LocretLM, sampling_of
 from locret_kit.evals.engine.measure import Forced, continuation_ids, nll_reading
 from locret_kit.evals.tasks import find_tasks
@@ -83,6 +85,10 @@ def test_a_continuation_has_the_tokens_of_the_whole_text(family):
         made = Example(task, tokenizer, 300, sample).made()
         whole = stream_ids(tokenizer, [made.prompt + made.continuation], special=made.special)
         assert made.error is None and [*made.ids, *continuation_ids(made)] == [*whole]
+        short = replace(
+            made, ids=array("i", bm25.shortened(tokenizer, made, 100))
+        )  # of passages, whose text follows it too
+        assert continuation_ids(short) == continuation_ids(made)
 
 
 @pytest.mark.parametrize("pieces", [256, 7])

@@ -270,8 +270,9 @@ def _score_likelihood(setup: Setup, example: Example, cache: BoundedCache) -> tu
 
 def continuation_ids(example: Example) -> array[int]:
     """Token ids of the continuation behind its prompt, which some tokenizers begin with a blank where it stands alone."""
-    ids, whole = example.ids, [example.prompt, example.continuation]
-    both = stream_ids(example.tokenizer, whole, special=example.special)
+    whole = [example.prompt, example.continuation]
+    # Those of the whole prompt, also where passages of it are read alone.
+    ids, both = (stream_ids(example.tokenizer, texts, special=example.special) for texts in (whole[:1], whole))
     # Of a tokenizer that ends a text with a token of its own, or whose tokens reach across the border, those of the text alone.
     return both[len(ids) :] if both[: len(ids)] == ids else stream_ids(example.tokenizer, whole[1:])
 
