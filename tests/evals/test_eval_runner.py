@@ -120,6 +120,29 @@ def test_a_rerun_with_another_question_is_refused(heads, tmp_path, capsys):
     assert "sample=2: the prompt differs from that of the rows" in capsys.readouterr().err
 
 
+def test_a_rerun_with_fewer_questions_is_refused(heads, tmp_path, capsys):
+    """The table would still count the answers to those that are gone."""
+    file, out = tmp_path / "mine.jsonl", tmp_path / "run"
+    record = json.dumps({"context": "A text.", "question": "Who?", "answer": "Ann"}) + "\n"
+    given = words(heads, out, tasks=f"[{file},agreement:{file}]", policies="[full]", samples=3)
+    file.write_text(3 * record)
+    assert main(given) == 0
+    before = lines(out)
+    file.write_text(2 * record)
+    capsys.readouterr()
+    assert main(given) == 1 and lines(out) == before
+    assert "mine.jsonl has 2 examples now, and the rows have sample=2: choose another out" in capsys.readouterr().err
+    assert (
+        main(words(heads, out, tasks=f"[{file}]", policies="[full]", samples=2)) == 0
+    )  # all that it asks for are there
+
+
+def test_a_length_that_is_given_twice_is_run_once(heads, tmp_path):
+    out = tmp_path / "run"
+    assert main(words(heads, out, tasks="[passkey]", policies="[full]", lengths="[240,240]", samples=1)) == 0
+    assert len(lines(out)) == 1
+
+
 def test_kill_and_rerun_gives_the_same_summary(finished, heads, tmp_path, monkeypatch):
     """Killed (SIGKILL) after some rows, with half a line left behind."""
     out = tmp_path / "run"

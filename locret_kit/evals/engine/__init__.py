@@ -122,7 +122,7 @@ class Run:
         """All examples, before they are made: first numbers of every task and length first."""
         setup = self.setup
         for sample in range(self.samples):
-            for length in self.lengths:
+            for length in dict.fromkeys(self.lengths):
                 for task in self.tasks:
                     if task.size is None or sample < task.size:
                         yield Example(task, setup.tokenizer, length, sample, setup.seed, setup.chat, setup.ending)

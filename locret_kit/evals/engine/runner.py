@@ -126,12 +126,17 @@ def check_prompts(run: Run) -> dict[Key, str]:
     questions.
 
     Raises:
-        ValueError: a prompt, an answer or a haystack differs, because data or tokenizer have changed; names it.
+        ValueError: a prompt, an answer or a haystack differs, or an example is gone, because data or tokenizer have changed;
+            names it.
     """
     rows = finished(run).values()
     hashes = {(*row.key[:3], row.sample): row.prompt_hash for row in rows if row.prompt_hash}
     answers = {task.name: task.answers for task in run.tasks if task.kind == "answer"}
+    sizes = {task.name: task.size for task in run.tasks if task.size is not None and task.size < run.samples}
     for row in rows:
+        if row.sample >= (size := sizes.get(row.task, row.sample + 1)):
+            said = f"task={row.task} has {size} examples now, and the rows have sample={row.sample}"
+            raise ValueError(f"{said}: choose another out")
         wanted = answers.get(row.task, ())[row.sample : row.sample + 1]
         if wanted and row.answer and row.error is None and as_list(row.answer) != as_list(wanted[0]):
             said = f"task={row.task}, sample={row.sample}: the answer is {wanted[0]}, and was {row.answer} for the rows"
