@@ -191,13 +191,14 @@ class Server:
         return self.engine
 
     def owner(self, request: Request) -> str:
-        """Owner of a request: a salted hash of its key in ``Authorization`` or ``x-api-key``. Raises HTTPException 401."""
+        """Owner of a request: a salted hash of its key in ``Authorization``, else in ``x-api-key``. Raises HTTPException 401."""
         if not self.keys:
             return next(iter(self.owners.values()))
         scheme, _, key = request.headers.get("authorization", "").partition(" ")  # the scheme's case is nobody's
-        given = (key if scheme.lower() == "bearer" else scheme) or request.headers.get("x-api-key", "")
-        digest = hashlib.sha256(given.encode("latin-1")).digest()
-        known = [owner for key, owner in self.owners.items() if hmac.compare_digest(digest, key)]
+        # Anthropic's clients send both where both are set up; a proxy's own password may stand in the first.
+        given = (key if scheme.lower() == "bearer" else scheme, request.headers.get("x-api-key", ""))
+        digests = [hashlib.sha256(one.encode("latin-1")).digest() for one in given]
+        known = [name for digest in digests for key, name in self.owners.items() if hmac.compare_digest(digest, key)]
         if not known:  # every key was compared, by its hash: equal time, whatever its length
             raise HTTPException(401, "the API key is missing or wrong")
         return known[0]

@@ -321,6 +321,18 @@ def test_errors_have_anthropics_shape(url, fields, status, kind, words):
     assert httpx.get(f"{url}/v1/messages/batches", headers=headers).json()["type"] == "error"
 
 
+@pytest.mark.parametrize(
+    ("authorization", "api_key", "status"),
+    [
+        *((f"Bearer {KEYS[0]}", "wrong", 200), ("Bearer wrong", KEYS[0], 200), ("Basic dTpw", KEYS[0], 200)),
+        *(("Bearer wrong", "wrong", 401), ("", "", 401)),
+    ],
+)  # fmt: skip
+def test_either_header_may_have_the_key(url, authorization, api_key, status):
+    headers = {"authorization": authorization, "x-api-key": api_key}
+    assert httpx.get(f"{url}/v1/models", headers=headers).status_code == status
+
+
 # ---- responses -----------------------------------------------------------------------------------------------------------
 
 
