@@ -1,6 +1,7 @@
 """Words for messages: the nearest valid name, prefixes of errors, install commands, and sizes in bytes (parsed and
 formatted)."""
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -51,6 +52,11 @@ def first_line(error: BaseException) -> str:
 def valid_unicode(text: str) -> str:
     """A name as a text: its bytes that are no UTF-8, which Python reads as halves of surrogate pairs, are escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def last_part(name: str) -> str:
+    """The last part of a repository's name or of a path, which may be ``.``."""
+    return os.path.basename(os.path.abspath(name))
 
 
 def install_line(extra: str) -> str:

@@ -15,6 +15,7 @@ from ..evals.engine import RANDOM_HEADS, UNTRAINED, Run, Setup, Variant, read_ro
 from ..evals.tasks import find_tasks
 from ..files import as_object, read_json
 from ..heads import RetainingHeads
+from ..naming import last_part
 from ..runtime.report import weights_hash
 from ..settings import PUBLISHED, Resolved, read_protect
 from ..text.template import set_defaults
@@ -48,7 +49,7 @@ def load_parts(config: EvalConfig) -> EvalParts:
     """
     if not config.ckpt and not config.model:
         raise ValueError("give ckpt=PATH (heads, which name their backbone) or model=NAME")
-    heads = {Path(path).name: RetainingHeads.from_pretrained(path, backbone=config.model) for path in config.ckpt}
+    heads = {last_part(path): RetainingHeads.from_pretrained(path, backbone=config.model) for path in config.ckpt}
     if len(heads) < len(config.ckpt):
         raise ValueError(f"ckpt={config.ckpt} must end in different names: rows tell heads apart by them")
     first = next(iter(heads.values()), None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
 import socket
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.serve_options import SERVE, ServeOptions
-from ..naming import parse_bytes, prefixed_errors
+from ..naming import last_part, parse_bytes, prefixed_errors
 from ..settings import read_protect
 from .command import entry, note
 
@@ -52,11 +51,6 @@ def hosts_of(args: ServeOptions) -> frozenset[str]:
             raise ValueError(f"{option}={given!r} must be a name or an address, such as example.org")
         names.add(name)
     return frozenset(names)
-
-
-def last_part(name: str) -> str:
-    """The last part of a repository's name or of a folder's path, which may be ``.``."""
-    return os.path.basename(os.path.abspath(name))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -22,6 +22,8 @@ from tiny_heads import save_tiny_heads
 from locret_kernels import cpp
 from locret_kernels.attend import cpu as attend
 from locret_kit.cli.eval import main
+from locret_kit.cli.eval_setup import load_parts
+from locret_kit.config.eval_options import load_eval_config
 from locret_kit.evals.engine import KEY, Row, appending, measure, read_rows
 from locret_kit.evals.tasks import _text
 from locret_kit.heads import RetainingHeads
@@ -141,6 +143,21 @@ def test_a_length_that_is_given_twice_is_run_once(heads, tmp_path):
     out = tmp_path / "run"
     assert main(words(heads, out, tasks="[passkey]", policies="[full]", lengths="[240,240]", samples=1)) == 0
     assert len(lines(out)) == 1
+
+
+def test_folders_by_a_relative_path_have_their_names(heads, tmp_path, monkeypatch):
+    """Rows would name neither the text nor the heads, and mix those of several folders."""
+    (tmp_path / "boats").mkdir()
+    (tmp_path / "boats" / "boats.txt").write_text("The boats came in. Nobody saw them before noon. " * 200)
+    (tmp_path / "mine").symlink_to(heads)
+    monkeypatch.chdir(tmp_path / "boats")
+    given = words(
+        Path("../mine/."), tmp_path / "run", tasks="[passkey]", policies="[locret]", haystacks="[.]", samples=1
+    )
+    assert main(given) == 0
+    assert [(row.haystack, row.heads) for row in read_rows(tmp_path / "run")] == [("boats", "mine")]
+    monkeypatch.chdir(tmp_path / "mine")
+    assert {*load_parts(load_eval_config(["tasks=[passkey]", "out=x", "ckpt=."])).heads} == {heads.name}
 
 
 def test_kill_and_rerun_gives_the_same_summary(finished, heads, tmp_path, monkeypatch):

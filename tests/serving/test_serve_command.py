@@ -13,9 +13,11 @@ from tiny_heads import save_tiny_heads
 from tiny_tokenizer import TEXT, save_tiny_backbone
 
 from locret_kit import BoundedCache
+from locret_kit.backbones.gguf import bare_name
 from locret_kit.backbones.load import load_backbone
-from locret_kit.cli.serve import last_part, main
+from locret_kit.cli.serve import main
 from locret_kit.heads import RetainingHeads
+from locret_kit.naming import last_part
 from locret_kit.policies.registry import UNTRAINED
 from locret_kit.runtime.session import Answer
 from locret_kit.settings import RunSettings
@@ -139,7 +141,7 @@ def test_answers_that_run_are_finished_before_it_stops(commands, files, keyed, u
 def test_a_model_has_the_last_part_of_its_name(tmp_path, monkeypatch, given):
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path / "mine")
-    assert last_part(given.format(tmp_path)) == "mine"
+    assert last_part(given.format(tmp_path)) == bare_name(given.format(tmp_path)) == "mine"
 
 
 def test_errors_are_one_line(files, tmp_path, capsys):

@@ -4,6 +4,8 @@
 import re
 from pathlib import Path
 
+from ...naming import last_part
+
 HUB = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>.+\.gguf)|:(?P<tag>[\w.-]+))\Z", re.IGNORECASE)
 PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?P<suffix>\.gguf)\Z", re.IGNORECASE)
 TYPES_AT_END = re.compile(r"[-._](gguf|b?f(16|32)|(ud-)?i?q\d(_\w+)?)\Z", re.IGNORECASE)
@@ -31,4 +33,4 @@ def model_name(name: str) -> str:
 
 def bare_name(name: str) -> str:
     """Name of a model without owner, folder and data type, in lower case: a copy in few bits is the same model."""
-    return (model_name(name) if is_gguf(name) else Path(name).name).casefold().removesuffix("-gguf")
+    return (model_name(name) if is_gguf(name) else last_part(name)).casefold().removesuffix("-gguf")

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 
-from ...naming import check_name
+from ...naming import check_name, last_part
 from ...samples.haystack import cut, load_text, starts
 from ...text.tokens import encode
 from .document_tasks import BENCHMARKS, averages, document_task, entries, is_file_of_records, read_table, records_task
@@ -221,7 +221,7 @@ def haystack_name(haystack: str) -> str:
     >>> haystack_name("/data/leval/quality.jsonl"), haystack_name("jargon")
     ('quality.jsonl', 'jargon')
     """
-    return Path(haystack).name
+    return last_part(haystack)
 
 
 def find_tasks(
