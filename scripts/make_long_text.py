@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from locret_kit.backbones import demo
 from locret_kit.backbones.load import load_tokenizer
 from locret_kit.naming import first_line
 from locret_kit.samples.haystack import load_text, make_needle
@@ -28,6 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokenizer", default="checkpoints/SmolLM2-135M-Instruct", help="folder or Hub id")
     args = parser.parse_args(argv)
     try:
+        demo.provide(args.tokenizer)
         tokenizer = load_tokenizer(args.tokenizer)
         text = None if args.haystack == "repeated" else load_text(args.haystack)
         needle = make_needle(

@@ -37,6 +37,12 @@ def is_missing(backbone: str) -> bool:
     return backbone == BACKBONE and not Path(backbone).exists() and not backbone_folder().exists()
 
 
+def provide(backbone: str) -> None:
+    """Fetch the demo backbone if it is the one that is named, and is missing. Raises as ``fetch`` does."""
+    if is_missing(backbone):
+        fetch()
+
+
 def fetch(to: Path | None = None) -> None:
     """Make a folder, the demo backbone's unless another is named.
 

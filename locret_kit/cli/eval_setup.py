@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ..backbones import demo
 from ..backbones.load import choose_adapter, load_backbone
 from ..backbones.probe import describe
 from ..config.eval_options import FROZEN_KEYS, EvalConfig, load_eval_config
@@ -128,6 +129,7 @@ def load_setup(config: EvalConfig, parts: EvalParts) -> Setup:
     device, bits, adapter = config.device, config.weight_bits, parts.adapter
     if device in (None, "auto", "cuda") and torch.cuda.is_available():  # a device of its own for each local process
         device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"
+    demo.provide(parts.model)
     model, tokenizer = load_backbone(parts.model, dtype=config.dtype, device=device, adapter=adapter, weight_bits=bits)
     set_defaults(tokenizer, config.template_kwargs, config.think, config.reasoning_effort)
     for checkpoint in parts.heads.values():

@@ -167,8 +167,7 @@ def resolve_choice(
     name = model or (config.backbone if config else "")
     if config and (known := Path(config.backbone)).is_absolute() and known.exists() and not Path(name).exists():
         name = config.backbone if known.name == name else name  # a document has but the last part of its path
-    if demo.is_missing(name):
-        demo.fetch()
+    demo.provide(name)
     adapter, warning = choose_adapter(config.adapter if config else None, adapter)
     warnings[:0] = warning, other_backbone(config.backbone, name) if config else None
     return ModelChoice(name, heads, chosen, adapter, tuple(filter(None, warnings)), ckpt)

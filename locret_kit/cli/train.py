@@ -6,6 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from ..backbones import demo
 from ..config.recipes import TRAIN
 from ..config.schema import read
 from ..config.train_options import PUBLISH, PublishOptions, TrainConfig
@@ -28,6 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         for source in cfg.data.sources:
             if source.endswith(SUFFIXES):
                 read_records(source)  # says at once that there is no such file; reads nothing yet
+    demo.provide(cfg.backbone.model)
     import torch
 
     from ..training.fit import TrainingStopped, fit

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from scripts_loaded import load_script
 from tiny_models import tiny_model
 
 from locret_kit.backbones import demo, index
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cli import loading
+from locret_kit.cli.eval import main as evaluate
+from locret_kit.cli.train import main as train
 from locret_kit.heads import HeadsConfig, RetainingHeads, heads_folder, read_checkpoint, state_of
 from locret_kit.planning import text_budget
 from locret_kit.policies.grammar import parse_policy
@@ -70,6 +73,25 @@ def test_nothing_named_is_the_demo(monkeypatch):
     assert loading.resolve_choice(None, None, None, "h2o", asked=True).policy.name == "h2o" and fetched == [True] * 3
     alone = loading.resolve_choice(None, "any/model", None, None, asked=True)
     assert (alone.heads, alone.policy.name) == (None, UNTRAINED[0]) and len(fetched) == 3
+
+
+@pytest.mark.parametrize("program", ["locret-eval", "locret-train", "make_long_text.py"])
+def test_programs_fetch_the_demo(program, tmp_path, monkeypatch, capsys):
+    """The first commands of pages name its backbone, which a fresh clone lacks."""
+
+    def fetch() -> None:
+        raise ValueError("fetched")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(index, "INSTALLED", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(demo, "fetch", fetch)
+    status = {
+        "locret-eval": lambda: evaluate(["tasks=[passkey]", f"model={demo.BACKBONE}", "out=run"]),
+        "locret-train": lambda: train(["recipe=smollm2-135m", "out=run"]),
+        "make_long_text.py": lambda: load_script("scripts/make_long_text.py").main(["--tokens", "2048"]),
+    }[program]()
+    assert status == 1 and capsys.readouterr().err.endswith(": fetched\n")
 
 
 def test_names_hold_where_the_package_is_installed(tmp_path, monkeypatch):
