@@ -55,8 +55,8 @@ def valid_unicode(text: str) -> str:
 
 
 def last_part(name: str) -> str:
-    """The last part of a repository's name or of a path, which may be ``.``."""
-    return os.path.basename(os.path.abspath(name))
+    """The last part of a repository's name or of a path, which may be ``.``, as a text."""
+    return valid_unicode(os.path.basename(os.path.abspath(name)))
 
 
 def install_line(extra: str) -> str:

@@ -160,6 +160,14 @@ def test_folders_by_a_relative_path_have_their_names(heads, tmp_path, monkeypatc
     assert {*load_parts(load_eval_config(["tasks=[passkey]", "out=x", "ckpt=."])).heads} == {heads.name}
 
 
+def test_a_text_whose_name_is_no_utf8_has_a_summary(heads, tmp_path, capsys):
+    text = tmp_path / os.fsdecode(b"boats\xff.txt")
+    text.write_text("The boats came in. Nobody saw them before noon. " * 200)
+    given = words(heads, tmp_path / "run", tasks="[passkey]", policies="[full]", haystacks=f"[{text}]", samples=1)
+    assert main(given) == 0 and main(given) == 0 and len(lines(tmp_path / "run")) == 1
+    assert r"R.PassKey, haystack: boats\udcff.txt" in capsys.readouterr().out
+
+
 def test_kill_and_rerun_gives_the_same_summary(finished, heads, tmp_path, monkeypatch):
     """Killed (SIGKILL) after some rows, with half a line left behind."""
     out = tmp_path / "run"

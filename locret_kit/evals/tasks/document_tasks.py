@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from ...naming import first_line, prefixed_errors
+from ...naming import first_line, last_part, prefixed_errors
 from ...samples.records import SUFFIXES, read_records, to_messages
 from ...text.tokens import encode
 from ...text.untrusted import Span
@@ -316,7 +316,7 @@ def records_task(path: str, samples: int, metric: str = "contains") -> Task:
             raise ValueError("an answer that is in it is wrong")
     if not Path(path).is_file():
         raise FileNotFoundError(f"task={path}: there is no such file")
-    name = Path(path).name
+    name = last_part(path)
     entry = TaskEntry(name, "{prompt}", metric, file=name, hub={}, answer="answer")
     questions = [*islice(_questions(path), samples)]
     return replace(task_of(entry, questions, samples), answers=[record["answer"] for _, record in questions])
