@@ -79,7 +79,10 @@ def test_the_time_that_a_long_text_takes_is_told_before_it_is_read(monkeypatch):
 
 @pytest.mark.parametrize(
     ("family", "policy", "bits"),
-    [("llama", policy, None) for policy in ("full", "snapkv", "h2o", "streaming", "ada-snapkv", "pyramidkv", "infllm")]
+    [
+        ("llama", policy, None)
+        for policy in ("full", "snapkv", "h2o", "streaming", "ada-snapkv", "pyramidkv", "infllm", "nacl(first=4)")
+    ]
     + [("llama", "snapkv", 4), ("gemma3", "snapkv", None)],
 )
 def test_a_piece_is_measured_in_a_cache_that_is_full(family, policy, bits):

@@ -97,8 +97,11 @@ def test_any_policy_answers_from_what_it_reads_again(policy, family):
 
 @pytest.mark.parametrize(
     ("policy", "kv_bits"),
-    [("ada-snapkv(6,3)", None), *product(["h2o", "pyramidkv(6,3,beta=2)", "kvcrush(base=h2o)"], [None, 4])],
-)
+    [
+        ("ada-snapkv(6,3)", None), ("nacl(proxies=2,first=4)", None),
+        *product(["h2o", "pyramidkv(6,3,beta=2)", "kvcrush(base=h2o)"], [None, 4]),
+    ],
+)  # fmt: skip
 def test_decoding_goes_on_in_the_budget(policy, kv_bits):
     model, calls = tiny_model("llama"), []
     cache = bounded(f"{policy} reread=passages(6,4,3,2)", kv_bits=kv_bits)

@@ -30,7 +30,8 @@ class ProxyAttention(base.Weight):
         return {"q": "BQND?", "k": "BHND?", "given": "BHM?"} if self.first and seen else {}
 
     def score_new_tokens(self, entry: base.Entry) -> None:
-        if not self.first or "given" in entry.state or entry.position >= self.first:
+        # A second reading begins behind them.
+        if entry.position >= self.first or (entry.position and "q" not in entry.state):
             return
         for name, x in (("q", entry.q), ("k", entry.k)):
             new = x[:, :, : self.first - entry.position]
@@ -54,9 +55,9 @@ class ProxyAttention(base.Weight):
         if "given" in state:
             return state["given"]
         n = min(self.first, slots.seen - self.recent(slots.chunk))
-        q_BQND, k_BHND = (state[name][:, :, : max(n, 0)] for name in ("q", "k"))
-        if n <= 0:
-            return k_BHND[..., 0].float()
+        if n <= 0 or "q" not in state:
+            return slots.entry_scores[..., :0]
+        q_BQND, k_BHND = (state[name][:, :, :n] for name in ("q", "k"))
         if slots.rope is not None:
             q_BQND, k_BHND = rotated_text(slots.rope, q_BQND, k_BHND)
         given_BHN = slots.attention(q_BQND, k_BHND)
