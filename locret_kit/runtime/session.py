@@ -2,6 +2,7 @@
 
 import re
 import time
+import warnings
 from collections import abc
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from ..cache.bounded import BoundedCache
 from ..heads import RetainingHeads
 from ..planning import duration
 from ..policies import Policy
+from ..policies.base import PolicyWarning
 from ..settings import Resolved
 from ..text.tokens import TextStream
 from .drivers import Decoding
@@ -82,8 +84,9 @@ def reading_time(
     most = min(settings.budget, len(ids))
     budget = most - most**2 // (2 * len(ids))  # rows grow up to it, then stay
     stabilizers, local_len = min(settings.stabilizers, budget - 1), min(settings.local_len, budget - 1)
-    run = replace(settings.run, budget=budget, stabilizers=stabilizers, local_len=local_len)
-    seconds = seconds_per_token(model, ids, BoundedCache(run, policy, heads, prompt_length=len(ids)))
+    run = replace(settings.run, budget=budget, stabilizers=stabilizers, local_len=local_len, protect=None)
+    with warnings.catch_warnings(action="ignore", category=PolicyWarning):  # nobody has chosen that budget
+        seconds = seconds_per_token(model, ids, BoundedCache(run, policy, heads, prompt_length=len(ids)))
     return f"{len(ids):,} tokens take about {duration(len(ids) * seconds)}, {1 / seconds:.0f} tok/s beside a full cache"
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import warnings
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from locret_kit.cli.infer import main
 from locret_kit.cli.loading import ModelChoice, resolve_choice
 from locret_kit.heads import RetainingHeads
 from locret_kit.planning import duration
+from locret_kit.policies.base import PolicyWarning
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime import session
 from locret_kit.settings import RunSettings, too_few
@@ -75,6 +77,14 @@ def test_the_time_that_a_long_text_takes_is_told_before_it_is_read(monkeypatch):
     chosen.for_text(RunSettings(budget=1024, chunk=512), tiny_model("llama"), ids, said.append)
     assert said[-1] == "10,000 tokens take about 20 s, 500 tok/s beside a full cache"
     assert [duration(seconds) for seconds in (0.4, 99, 720, 12600)] == ["0 s", "99 s", "12 min", "3.5 h"]
+
+
+def test_the_time_of_a_text_is_measured_in_fewer_slots_without_a_word_of_them():
+    """Settings that just fit their budget, and would not fit that of the measurement."""
+    ids, policy = array("i", [5] * 8200), parse_policy("infllm(init=4,local=200,size=8,take=2)")
+    settings = RunSettings(budget=200, chunk=128, stabilizers=195, protect="first").resolved({}, len(ids))
+    with warnings.catch_warnings(action="error", category=PolicyWarning):
+        assert session.reading_time(tiny_model("llama"), ids, settings, policy, None) is not None
 
 
 @pytest.mark.parametrize(
