@@ -20,6 +20,7 @@ from ..validation import build, display, validate, validate_fields
 from .bounded import BoundedCache
 from .context import CacheCounters, Context
 from .due import Schedule
+from .pins import pins_of
 from .storage.exports import STATE, exported_shapes, restore_rows, set_counts
 from .storage.rows import BoundedLayer
 
@@ -154,7 +155,7 @@ def fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where
         kinds = {size.name: size.dtype or ctx.model.dtype for size in spec.state_sizes if size.name in tensors}
         cache.state.states.fill({name: tensors[name].to(kind) for name, kind in kinds.items()}, ctx.model.device)
     cache.state.reread_positions = reread
-    cache.pin_all(saved.pins)
+    cache.state.set_pins(pins_of((start, end) for start, end in saved.pins))
     if HIDDEN in tensors:
         cache.state.last_hidden = tensors[HIDDEN].to(ctx.model.device, ctx.model.dtype, copy=True)
 

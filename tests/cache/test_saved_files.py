@@ -26,6 +26,7 @@ from locret_kit.cache.restore import DTYPES
 from locret_kit.cache.saved import CacheFile, load_cache, save_cache
 from locret_kit.files import write_text
 from locret_kit.policies.grammar import parse_policy
+from locret_kit.runtime.session import prefill
 
 STORAGES = {
     "plain": ("h2o", {}),
@@ -237,6 +238,15 @@ def test_a_cache_is_saved_after_an_answer_and_after_a_reset(policy, kv_bits, tmp
     cache.reset(100)
     save_cache(cache, path)
     assert load_cache(path, model).get_seq_length() == 0
+
+
+def test_tokens_that_are_no_longer_protected_stay_so(tmp_path):
+    model, path = parts()[0], tmp_path / "cache.locret"
+    cache = BoundedCache(64, "streaming", chunk=32, protect="first")
+    prefill(model, tokens(40), cache)
+    cache.unpin(0, 3)
+    save_cache(cache, path)
+    assert load_cache(path, model).pins == cache.pins == ((3, 4),)
 
 
 def test_a_file_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkeypatch):
