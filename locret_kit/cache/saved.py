@@ -100,9 +100,14 @@ class CacheFile:
             ) from error
         # Counts go into the record, rows into the body: "layers.0.keys" and so on.
         tensors: dict[str, Tensor] = {}
-        layers = []
+        layers, own = [], len(replace(ctx.policy, evidence=False).statistics - {"count"})
         for number, rows in enumerate(cache.bounded):
             counts, held = export_rows(rows)
+            # What is summed up for a search of passages, the last statistic of each group, ends with its answer.
+            if "stats" in held:
+                held["stats"] = held["stats"].unflatten(0, (1 + ctx.group, -1))[:, :own].flatten(0, 1)
+            if not own:
+                held.pop("stats", None)
             held = {name: x.view(shape_in_file(rows, name, x.shape)) for name, x in held.items()}
             held |= {} if rows.store is None else rows.store.export()
             layers.append(counts)

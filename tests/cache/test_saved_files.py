@@ -240,6 +240,20 @@ def test_a_cache_is_saved_after_an_answer_and_after_a_reset(policy, kv_bits, tmp
     assert load_cache(path, model).get_seq_length() == 0
 
 
+@pytest.mark.parametrize("policy", ["h2o", "streaming", "kvcrush(base=scissorhands)"])
+def test_a_fork_that_sums_up_attention_is_saved_without_the_sums(policy, tmp_path):
+    model, path = parts()[0], tmp_path / "cache.locret"
+    cache = BoundedCache(48, policy, chunk=32, local_len=4)
+    prefill(model, tokens(64), cache)
+    fork = cache.fork(100, evidence=True)
+    answer(fork, tokens(100), 9, model)
+    save_cache(fork, path)
+    loaded = load_cache(path, model)
+    with attach(model), torch.no_grad():
+        outs = [model(input_ids=torch.tensor([tokens(40)]), **{CACHE: one}).logits for one in (fork, loaded)]
+    assert torch.equal(*outs) and kept(fork) == kept(loaded)
+
+
 def test_tokens_that_are_no_longer_protected_stay_so(tmp_path):
     model, path = parts()[0], tmp_path / "cache.locret"
     cache = BoundedCache(64, "streaming", chunk=32, protect="first")
