@@ -82,7 +82,11 @@ def run(args: PlanOptions) -> int:
         raise ValueError(f"weight_bits={bits} cannot be combined with the packed weights of {args.model!r}")
     backbone = BackboneSizes.of(config)
     published = {name.removeprefix("infer."): value for name, value in recipe.items()}
-    settings = replace(replace(args.run, one_shot=False).resolved(published, args.context), one_shot=args.one_shot)
+    chunked = replace(args.run, one_shot=False)
+    settings = chunked.resolved(published, args.context)
+    if args.sessions and args.engine == "kit" and (args.document_budget or 0) > settings.budget:
+        settings = replace(chunked, budget=args.document_budget).resolved(published, args.context)
+    settings = replace(settings, one_shot=args.one_shot)
     d_hidden = args.d_hidden or int(str(recipe.get("heads.d_hidden", D_HIDDEN)))
     policy = parse_policy(args.policy)
     setting = Setting(args.context, settings, dtype=args.dtype, d_hidden=d_hidden, policy=policy, weight_bits=bits)
@@ -124,7 +128,9 @@ def _server(args: PlanOptions, backbone: BackboneSizes, setting: Setting, cap: i
     from ..planning.server_caches import Caches, decoding_bytes
 
     plan, sessions = require_fit(backbone, setting, cap), args.sessions or 1
-    caches = Caches.of(backbone.spec, setting, [setting.policy], sessions, args.documents, args.shared_prefixes)
+    caches = Caches.of(
+        backbone.spec, setting, [setting.policy], sessions, args.documents, args.shared_prefixes, args.thoughts
+    )
     peak = plan.peak + (caches.count - 1) * caches.each + decoding_bytes(backbone, setting, sessions)
     yield f"policy {args.policy}, {setting}"
     yield from plan.lines()

@@ -138,9 +138,8 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     spec, dtype = describe(model).spec, str(model.dtype).removeprefix("torch.")
     largest = Setting(args.max_prompt_tokens, engine.settings_for(engine.document_budget), dtype=dtype)
     caches = Caches.of(
-        spec, largest, engine.spec.policies,
-        args.sessions * (1 + (args.thoughts == "dropped")), args.documents, args.shared_prefixes,  # of each a copy stays
-    )  # fmt: skip
+        spec, largest, engine.spec.policies, args.sessions, args.documents, args.shared_prefixes, args.thoughts
+    )
     server.limits = replace(limits, upload_bytes=max(limits.upload_bytes, 2 * (caches.each + caches.stored)))
     server.restore(engine)
     give_back(server.ended)

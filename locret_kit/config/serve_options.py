@@ -175,8 +175,12 @@ class PlanOptions(RunSettings, Plugin):
     """GPUs that share every layer: vLLM's --tensor-parallel-size, for engine=vllm. --gpu-memory is per GPU."""
     documents: Annotated[int, Ge(0)] = 8
     """Number of documents in the server's memory."""
+    document_budget: Slots | None = None
+    """Maximum budget of a document in the server's memory. Every cache is planned in its size. Default: --budget."""
     shared_prefixes: Annotated[int, Ge(0)] = 2
     """Number of shared prefixes in the server's memory."""
+    thoughts: Thoughts = "evicted"
+    """Thoughts of earlier answers in the server: 'dropped' takes a second cache per session."""
 
 
 PLAN = Command(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ..backbones.spec import BackboneSpec
 from ..naming import show
 from ..policies import Policy
+from ..settings import Thoughts
 from .backbone_sizes import ITEM_BYTES, BackboneSizes
 from .inference_plan import Setting, cache_bytes, store_bytes
 
@@ -33,12 +34,15 @@ class Caches:
     shared_prefixes: int
     stored: int = 0
     """Bytes of one's store in the host's memory, where evicted slots may come back."""
+    per_session: int = 1
 
     @classmethod
     def of(
-        cls, spec: BackboneSpec, setting: Setting, policies: Sequence[Policy], sessions: int, documents: int, shared_prefixes: int
+        cls, spec: BackboneSpec, setting: Setting, policies: Sequence[Policy], sessions: int, documents: int,
+        shared_prefixes: int, thoughts: Thoughts = "evicted",
     ) -> Caches:  # fmt: skip
-        """The caches of a server with such settings.
+        """The caches of a server with such settings. If ``thoughts`` are dropped, a session has a second one, of the prefix that
+        later prompts share.
 
         Raises:
             ValueError: a policy that evicts nothing, so that no number bounds its memory.
@@ -47,11 +51,11 @@ class Caches:
         settings = [replace(setting, policy=policy) for policy in policies]
         each = max(cache_bytes(spec, each) for each in settings)
         stored = max(store_bytes(spec, each) for each in settings)
-        return cls(each, sessions, documents, shared_prefixes, stored)
+        return cls(each, sessions, documents, shared_prefixes, stored, 1 + (thoughts == "dropped"))
 
     @property
     def count(self) -> int:
-        return self.sessions + self.documents + self.shared_prefixes
+        return self.sessions * self.per_session + self.documents + self.shared_prefixes
 
     @property
     def bytes(self) -> int:
@@ -60,7 +64,8 @@ class Caches:
 
     def __str__(self) -> str:
         return (
-            f"{self.sessions} sessions, {self.documents} documents and {self.shared_prefixes} shared prefixes: "
+            f"{self.sessions} sessions{' of two caches' if self.per_session > 1 else ''}, {self.documents} documents and "
+            f"{self.shared_prefixes} shared prefixes: "
             f"{self.count} caches of {show(self.each)}, {show(self.bytes)}"
             + (f", and {show(self.count * self.stored)} of host memory for what they evict" if self.stored else "")
         )

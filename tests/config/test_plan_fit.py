@@ -119,6 +119,10 @@ def test_a_server_is_planned(capsys):
     assert cli.main([*words, "--sessions", "2"]) == 0
     sizes = f"5 caches of {each / 2**30:.2f} GiB, {5 * each / 2**30:.2f} GiB"
     assert f"2 sessions, 1 documents and 2 shared prefixes: {sizes}" in capsys.readouterr().out
+    assert cli.main([*words, "--sessions", "2", "--document-budget", "3072", "--thoughts", "dropped"]) == 0
+    each = p.cache_bytes(backbone("phi3-mini").spec, setting_of(131072, 3072, 512))
+    sizes = f"7 caches of {each / 2**30:.2f} GiB, {7 * each / 2**30:.2f} GiB"
+    assert f"2 sessions of two caches, 1 documents and 2 shared prefixes: {sizes}" in capsys.readouterr().out
     assert cli.main([*words, "--sessions", "100"]) == 1
     assert "above the cap of 23.00 GiB" in capsys.readouterr().err
 
