@@ -1,9 +1,11 @@
 """The largest settings that fit a number of bytes."""
 
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable
 
 from ..naming import show
+from ..policies.base import PolicyWarning
 from .backbone_sizes import BackboneSizes
 from .inference_plan import Plan, Setting, plan_inference
 
@@ -16,8 +18,10 @@ class DoesNotFit(ValueError):
 
 
 def largest(fits: Callable[[int], bool], max_value: int) -> int:
-    """The largest value in ``1..max_value`` that fits; 0 if none does. ``fits`` must stay false once it is false."""
-    return bisect_right(range(1, max_value + 1), False, key=lambda n: not fits(n))
+    """The largest value in ``1..max_value`` that fits; 0 if none does. ``fits`` must stay false once it is false. Nothing warns
+    of the values between, which nobody has chosen."""
+    with warnings.catch_warnings(action="ignore", category=PolicyWarning):
+        return bisect_right(range(1, max_value + 1), False, key=lambda n: not fits(n))
 
 
 def largest_budget(backbone: BackboneSizes, setting: Setting, cap: int) -> int:

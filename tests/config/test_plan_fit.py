@@ -1,5 +1,7 @@
 """Which settings fit, how a refusal says it, and the command."""
 
+import warnings
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from locret_kit.config.recipes import known_recipes
 from locret_kit.naming import parse_bytes
 from locret_kit.planning import fitting_settings
 from locret_kit.planning import inference_plan as p
+from locret_kit.policies.base import PolicyWarning
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import BUDGET, CHUNK
 
@@ -50,6 +53,12 @@ def test_the_largest_fit_and_the_next_do_not(budget, chunk, cap):
     most = fitting_settings.largest_chunk(one, setting, cap)
     assert most % fitting_settings.STEP == 0 and (not most or fits(chunk=most))
     assert most + fitting_settings.STEP > setting.context or not fits(chunk=most + fitting_settings.STEP)
+
+
+def test_budgets_that_are_only_tried_are_not_warned_of():
+    one, setting = backbone("phi3-mini"), setting_of(131072, 4224, 512, policy=parse_policy("infllm"))
+    with warnings.catch_warnings(action="error", category=PolicyWarning):
+        assert 0 < fitting_settings.largest_budget(one, setting, 10 * GIB) < 4096
 
 
 def test_a_refused_plan_says_what_fits():
