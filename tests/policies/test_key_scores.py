@@ -20,6 +20,7 @@ from locret_kit.policies.methods.expected_attention import ExpectedAttention
 from locret_kit.policies.methods.keydiff import KeyDiff
 from locret_kit.policies.methods.knorm import KNorm
 from locret_kit.policies.methods.lagkv import LagKV
+from locret_kit.policies.methods.rkv import redundancy
 
 HEADS = [(3, 3), (6, 2), (4, 1)]  # query heads, key/value heads: MHA, GQA, MQA
 D = 8
@@ -239,6 +240,13 @@ def test_compactor_attention_after_evictions_is_that_of_the_slots_own_block():
 
 
 # ---- properties ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_of_equal_keys_is_the_least_redundant_of_them():
+    torch.manual_seed(0)
+    keys = torch.cat((torch.randn(1, 2, 6, D), torch.randn(1, 2, 1, D).expand(1, 2, 4, D)), 2)
+    equal = redundancy(keys, torch.ones(1, 2, 10, dtype=torch.bool), 0.5)[..., 6:]
+    assert (equal[..., :3] > equal[..., 3:]).all()
 
 
 def test_a_text_of_equal_keys_and_values_scores_without_error():

@@ -128,22 +128,22 @@ def residual(size: int) -> Callable[[OracleLayer], Scores]:
 
 
 def joint(size: int, mix: float = 0.1, threshold: float = 0.5) -> Callable[[OracleLayer], Scores]:
-    """R-KV: a tenth of SnapKV's mean attention, less nine tenths of the softmax of mean cosine similarities, to which the newest
-    slot above the threshold adds nothing."""
+    """R-KV: a tenth of SnapKV's mean attention, less nine tenths of the softmax of mean cosine similarities to a slot's key. To
+    each key the newest of those above the threshold is unlike."""
 
     def score(layer: OracleLayer) -> Scores:
         out = []
         for h, attention in enumerate(window(size)(layer)):
             keys = layer.keys(h)
-            means = []
+            rows = []
             for i, key in enumerate(keys):
                 like = [float(key @ other / np.linalg.norm(key) / np.linalg.norm(other)) for other in keys]
                 like[i] = 0.0
                 similar = [j for j, c in enumerate(like) if c > threshold]
                 if similar:
                     like[similar[-1]] = 0.0
-                means.append(sum(like) / len(keys))
-            redundant = softmax(np.array(means))
+                rows.append(like)
+            redundant = softmax(np.mean(rows, axis=0))
             out.append([mix * a / size - (1 - mix) * float(r) for a, r in zip(attention, redundant, strict=True)])
         return out
 

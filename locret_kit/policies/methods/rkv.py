@@ -12,8 +12,8 @@ from .snapkv import WindowAttention
 
 
 def redundancy(k_BHSD: Tensor, valid_BHS: Tensor, threshold: float) -> Tensor:
-    """Redundancy ``[B, H, S]`` of each slot within its head: softmax of the mean cosine similarity of its key with
-    the other slots' keys. For each slot, the newest slot with similarity above ``threshold`` counts as dissimilar.
+    """Redundancy ``[B, H, S]`` of each slot within its head: softmax of the mean cosine similarity of the other slots'
+    keys to its own. To each of them, the newest slot with similarity above ``threshold`` counts as dissimilar.
     Zero at padding. Source: R-KV, arXiv 2505.24133."""
     B, H, S, _ = k_BHSD.shape
     k_BHSD = wide(k_BHSD)
@@ -25,7 +25,7 @@ def redundancy(k_BHSD: Tensor, valid_BHS: Tensor, threshold: float) -> Tensor:
             like_SS = (unit_BHSD[b, h] @ unit_BHSD[b, h].mT).fill_diagonal_(0)
             newest_S1 = torch.where(like_SS > threshold, row_S, -1).amax(-1, keepdim=True)
             like_SS[row_S == newest_S1] = 0
-            mean_BHS[b, h] = like_SS.sum(-1) / valid_BHS[b, h].sum()
+            mean_BHS[b, h] = like_SS.sum(0) / valid_BHS[b, h].sum()
     return mean_BHS.masked_fill(~valid_BHS, float("-inf")).softmax(-1)
 
 
@@ -33,9 +33,9 @@ def redundancy(k_BHSD: Tensor, valid_BHS: Tensor, threshold: float) -> Tensor:
 class AttentionAndRedundancy(Score):
     """``mix`` times the mean attention of the newest ``window`` queries (pooled over ``kernel`` neighbours as in
     SnapKV), minus ``1 - mix`` times the redundancy of the key. Redundancy is the softmax over the head's slots of
-    the mean cosine similarity with the other keys, after RoPE. Among slots more similar than ``threshold`` the
-    newest does not count, so that one of many similar slots stays. Source: R-KV, arXiv 2505.24133; sizes: its
-    authors' code, where the first slot counts as dissimilar if none is similar."""
+    the mean cosine similarity of the other keys to its own, after RoPE. Of the slots more similar to a key than
+    ``threshold`` the newest does not count, so that the newest of many similar slots stays. Source: R-KV, arXiv
+    2505.24133; sizes: its authors' code, where the first slot counts as dissimilar if none is similar."""
 
     window: Positive = 8
     """Queries."""
