@@ -155,7 +155,8 @@ class KVzip:
         compress(cache, torch.cat(scores, -1), settings.budget - tail, self.joint)
         state = cache.state
         state.settings = replace(settings, chunk=CHUNK, stabilizers=0)  # what rows then say
-        state.schedule = replace(state.schedule, chunk=CHUNK, stabilizers=0, local_len=tail)
+        state.schedule = replace(state.schedule, chunk=CHUNK, stabilizers=0, local_len=tail, prompt_length=len(ids))
+        state.change_context(schedule=state.schedule)  # in which nothing more is evicted
         return cache
 
 

@@ -107,6 +107,19 @@ def test_kvzip_answers_from_what_it_kept(model_of, joint):
             assert str(answer) == TOKENIZER.decode(expected, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("joint", [False, True])
+def test_kvzip_keeps_its_slots_at_every_place_in_a_text(model_of, monkeypatch, joint):
+    """The text's end and the answer lie around a boundary of chunks."""
+    monkeypatch.setattr(repetition, "CHUNK", 200)
+    model, ids = model_of("llama"), words(510)
+    cache = KVzip(settings(24), joint).read(model, TOKENIZER, ids)
+    kept = [[head.tolist() for head in cache.kept_positions(layer)[0]] for layer in range(len(cache.bounded))]
+    str(Answer(model, TOKENIZER, ids, cache, max_new_tokens=5, stop=frozenset()))
+    for layer, heads in enumerate(kept):
+        for head, before in zip(cache.kept_positions(layer)[0], heads, strict=True):
+            assert head.tolist() == [*before, *range(504, 514)]
+
+
 def test_kvzip_says_what_it_cannot_do(model_of):
     model = model_of("mistral-window")
     with pytest.raises(ValueError, match="budget=10: must be above 10: local_len=6 and 4 sinks"):
