@@ -210,7 +210,8 @@ class Answer:
         """Check the settings and bind the cache; nothing is read yet. ``choose`` takes logits ``[V]``, ``on_prompt``
         logits ``[T, V]``."""
         model = unwrapped(model)
-        if not cache.get_seq_length() and cache.schedule.prompt_length not in (None, len(ids)):
+        expected = cache.schedule.prompt_length
+        if expected is not None and cache.get_seq_length() < expected != len(ids):
             raise _other_length(cache, len(ids))
         with explain_oom(cache):
             cache.bind(model)

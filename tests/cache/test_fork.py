@@ -7,11 +7,12 @@ from itertools import product
 import pytest
 import torch
 from policy_runs import POLICIES, backbone, by_kind, held, logits_of, make, tokens, turn
+from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit import attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache.bounded import CannotFork
-from locret_kit.runtime.session import prefill
+from locret_kit.runtime.session import Answer, prefill
 
 DOCUMENT = tokens(65, seed=9)
 
@@ -102,6 +103,14 @@ def test_a_prompt_that_was_read_is_refused():
     prefill(backbone(), tokens(), cache)
     with pytest.raises(ValueError, match="the cache has seen 83 tokens already, the prompt has 83"):
         prefill(backbone(), tokens(), cache)
+
+
+@pytest.mark.parametrize("asked", [80, 100])
+def test_a_fork_answers_a_prompt_of_its_length_alone(asked):
+    common = make("h2o", length=None)
+    prefill(backbone(), DOCUMENT, common)
+    with pytest.raises(ValueError, match=f"prompt_length=90 of the cache must be the {asked} tokens of the prompt"):
+        Answer(backbone(), tiny_tokenizer(), tokens(asked), common.fork(90))
 
 
 @pytest.mark.parametrize(
