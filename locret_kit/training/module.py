@@ -32,6 +32,7 @@ from ..heads import KEPT, HeadsConfig, RetainingHeads, rank_of
 from ..naming import prefixed_errors
 from ..policies.grammar import parse_loss
 from ..samples import Sample
+from ..text.tokens import token_texts
 from . import TRAINING, FrozenTraining, gather, trained_with
 from .data import Step
 from .pictures import cis_figure, marked_text, most_kept
@@ -258,7 +259,7 @@ class HeadTraining(FrozenTraining):
     def _show(self, sample: Sample, predicted_RS: Tensor, target_RS: Tensor, recall: float) -> None:
         writer = self.logger.experiment  # type: ignore[union-attr]
         tokenizer = self.trainer.datamodule.tokenizer  # type: ignore[attr-defined]
-        tokens = [tokenizer.decode([token]) for token in sample.ids[: predicted_RS.shape[-1]]]
+        tokens = token_texts(tokenizer, sample.ids[: predicted_RS.shape[-1]])
         kept = most_kept(predicted_RS).tolist()
         title = f"First validation sample after {self.global_step} steps: {recall:.0%} of the true top tenth found"
         figure = cis_figure(predicted_RS, target_RS, self.scored, title)

@@ -35,7 +35,8 @@ class AttentionAndRedundancy(Score):
     SnapKV), minus ``1 - mix`` times the redundancy of the key. Redundancy is the softmax over the head's slots of
     the mean cosine similarity of the other keys to its own, after RoPE. Of the slots more similar to a key than
     ``threshold`` the newest does not count, so that the newest of many similar slots stays. Source: R-KV, arXiv
-    2505.24133; sizes: its authors' code, where the first slot counts as dissimilar if none is similar."""
+    2505.24133; sizes: its authors' code, where the first slot counts as dissimilar if none is similar. Attention is the
+    mean over a group of query heads, as in SnapKV; there it is that of the group's largest logits."""
 
     window: Positive = 8
     """Queries."""
