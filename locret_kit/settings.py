@@ -85,8 +85,8 @@ class RunSettings:
 
     budget: Budget | None = None
     """Slots per key/value head and layer, everything included. A number with a point, such as 0.1, is a share of the
-    prompt. Default: the heads', or 1024. locret-infer (without --batch), locret-read and locret-chat use a quarter of
-    the text if that is more, limited by window and memory."""
+    prompt. Default: the heads', or 1024. For one text locret-infer, locret-read and locret-chat use a quarter of it if
+    that is more, limited by window and memory."""
     chunk: Slots | None = None
     """Prefill chunk: tokens read between evictions. Default: the heads', or 512."""
     stabilizers: Count | None = None

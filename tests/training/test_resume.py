@@ -19,7 +19,8 @@ from forked import start, status_of
 from locret_kit.cli.train import main
 from locret_kit.config.recipes import load_config
 from locret_kit.files import locked
-from locret_kit.training import SETTINGS, fit, flat, module
+from locret_kit.training import SETTINGS as RECORDED
+from locret_kit.training import fit, flat, module
 from locret_kit.training.data import SampleModule
 from locret_kit.training.fit import read_curves
 from locret_kit.training.module import HeadTraining
@@ -254,7 +255,7 @@ def test_a_warning_says_whether_steps_have_as_many_samples(tmp_path, given, warn
         return load_config([*settings, *(f"{key}={value}" for key, value in given.items())])
 
     saved = flat(config([]))
-    state = {"global_step": 1, "state_dict": {}, SampleModule.__name__: {"done": 4}, SETTINGS: saved}
+    state = {"global_step": 1, "state_dict": {}, SampleModule.__name__: {"done": 4}, RECORDED: saved}
     torch.save(state, tmp_path / "step=1.ckpt")
     module = SimpleNamespace(state_dict=dict, cfg=config(given))
     data = SimpleNamespace(samples=SimpleNamespace(held=[]))

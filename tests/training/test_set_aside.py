@@ -15,10 +15,10 @@ from tiny_tokenizer import tiny_tokenizer
 from torch.utils.data import DataLoader
 from word_grams import grams
 
-from locret_kit import samples as records_module
 from locret_kit.cli.train import main
 from locret_kit.config.train_options import DataConfig
 from locret_kit.samples import Sample, encode_chat
+from locret_kit.samples import records as records_module
 from locret_kit.samples.haystack import load_text
 from locret_kit.samples.records import read_records, to_messages
 from locret_kit.samples.synthetic import FACTS, HELD_FACTS, WORDS, make_fact

@@ -30,8 +30,9 @@ class ProxyAttention(base.Weight):
         return {"q": "BQND?", "k": "BHND?", "given": "BHM?"} if self.first and seen else {}
 
     def score_new_tokens(self, entry: base.Entry) -> None:
-        # A second reading begins behind them.
-        if entry.position >= self.first or (entry.position and "q" not in entry.state):
+        if not self.first or entry.position >= self.first:
+            return
+        if entry.position and "q" not in entry.state:  # a second reading begins behind them
             return
         for name, x in (("q", entry.q), ("k", entry.k)):
             new = x[:, :, : self.first - entry.position]
