@@ -47,12 +47,12 @@ FACTS = (
 """Tables of docs/results/facts.md: task, text, tokens, rows on the device."""
 QUESTIONS = (
     ("agreement:leval.quality", "-", 2048, (256, 512)), ("questions", "later", 4096, (256, 512)),
-    ("perplexity", "later", 2048, (256, 512)), ("perplexity", "jargon", 2048, (512,)),
+    ("perplexity", "later", 2048, (256, 512)),
     ("agreement:fidelity.continue", "later", 2048, (256, 512)),
 )  # fmt: skip
 """Tables of docs/results/questions.md."""
 GEMMA = (
-    ("R.PassKey", "later", 4096, (512,)), ("R.PassKey", "later", 8192, (1024,)), ("R.Number", "later", 16384, (2048,)),
+    ("R.PassKey", "later", 4096, (512,)), ("R.Number", "later", 16384, (2048,)),
 )  # fmt: skip
 """Tables of the second backbone in docs/results/facts.md."""
 THIRD = "qwen2.5-coder-1.5b-locret"

@@ -93,21 +93,35 @@ def full_gib(tokens: int) -> str:
     return f"{tokens * 30 * 3 * 64 * 2 * 2 / 2**30:.1f} GiB"
 
 
+def peak_gib(*cell: str | int) -> str:
+    """Memory of the process, at most, in a cell of the 1.5B."""
+    own = [row for row in rows(CODER) if (row.task, row.haystack, row.length, row.slots, row.policy) == cell]
+    return f"{max(row.peak_bytes for row in own) / 2**30:.1f} GiB"
+
+
 UNSEEN, NEXT = ("R.PassKey", "unseen", 4096), ("agreement:fidelity.continue", "later", 2048, 512)
 SHORT, LONG = ("R.PassKey", "jargon", 4096, 512), ("R.PassKey", "jargon", 16384, 4096)
 ALIKE = ("ruler.niah_multikey", "jargon", 2048)
+CODER, LONG_CODER = "qwen2.5-coder-1.5b-locret", ("keys-16k.jsonl", "-", 16640)
 GEMMA, WORDS = ("R.PassKey", "later", 4096), ("ruler.fwe", "-", 2048, 256)
 FIGURES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "take {} of": lambda: cache_mib(131072, 1024),
         "take {}": lambda: full_gib(131072),
-        "{} are found": lambda: right(*LONG, "locret"),
-        "{} if passages": lambda: right(*LONG, "rereading-locret"),
-        "(BM25) answer {}": lambda: right("R.PassKey", "jargon", 16384, 512, "bm25"),
+        "{} are found": lambda: right(*LONG_CODER, 1024, "locret", CODER),
+        "process takes {}": lambda: peak_gib(*LONG_CODER, 1024, "locret"),
+        "attention finds {}": lambda: right(*LONG_CODER, 0, "full", CODER),
+        "in {} |": lambda: peak_gib(*LONG_CODER, 0, "full"),
+        "model and heads | {}": lambda: right("code.jsonl", "-", 4096, 512, "locret", CODER),
         "{} from the Hub": lambda: f"{demo.HUB_MB} MB",
         "or {} from the Python package index": lambda: f"{demo.WHEEL_MB} MB",
     },
     "docs/results/index.md": {
+        "trial heads finds [{}]": lambda: right(*LONG_CODER, 1024, "locret", CODER),
+        "it finds [{}](facts.md#keys-32k": lambda: right("keys-32k.jsonl", "-", 32640, 4096, "locret", CODER),
+        "these heads answer [{}]": lambda: right("code.jsonl", "-", 4096, 512, "locret", CODER),
+        "in 8K {}, as": lambda: right("code-8k.jsonl", "-", 8448, 1024, "locret", CODER),
+        "they answer {}, as": lambda: right("leval.tpo", "-", 8192, 512, "locret", CODER),
         "4K tokens [{}]": lambda: right(*UNSEEN, 512, "lookahead-locret"),
         "{} with full attention. BM25": lambda: right(*UNSEEN, 0, "full"),
         "{} with a thirty-second": lambda: right(*UNSEEN, 128, "lookahead-locret"),
