@@ -134,9 +134,8 @@ def test_a_rerun_with_fewer_questions_is_refused(heads, tmp_path, capsys):
     capsys.readouterr()
     assert main(given) == 1 and lines(out) == before
     assert "mine.jsonl has 2 examples now, and the rows have sample=2: choose another out" in capsys.readouterr().err
-    assert (
-        main(words(heads, out, tasks=f"[{file}]", policies="[full]", samples=2)) == 0
-    )  # all that it asks for are there
+    # All that it asks for are there.
+    assert main(words(heads, out, tasks=f"[{file}]", policies="[full]", samples=2)) == 0
 
 
 def test_a_length_that_is_given_twice_is_run_once(heads, tmp_path):
