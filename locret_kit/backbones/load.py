@@ -296,7 +296,7 @@ def merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
     Raises:
         ValueError: it cannot be read, does not fit the model, or is of a kind that has no merged form.
     """
-    from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
+    from peft import PeftModel
 
     folder, said = resolve_model(adapter, "adapter"), f"adapter={adapter!r} cannot be put on {type(model).__name__}"
     with _reading(said, folder, ValueError), warnings.catch_warnings():
@@ -304,9 +304,8 @@ def merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
         warnings.filterwarnings("ignore", category=FutureWarning)  # peft asks transformers by an old name
         wrapped = PeftModel.from_pretrained(model, folder)
         if hasattr(wrapped.base_model, "merge_and_unload"):
-            loaded: Any = set_peft_model_state_dict(wrapped, load_peft_weights(folder, "cpu"))
-            if loaded.unexpected_keys:
-                raise ValueError(f"the model has no module for {loaded.unexpected_keys[0]}")
+            if extra := wrapped.load_adapter(folder, "default").unexpected_keys:  # which from_pretrained does not tell
+                raise ValueError(f"the model has no module for {extra[0]}")
             _untie(model)
             return wrapped.merge_and_unload()
     kind = str(wrapped.peft_config["default"].peft_type).removeprefix("PeftType.")
