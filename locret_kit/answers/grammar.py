@@ -61,7 +61,7 @@ def call_rules(tools: Mapping[str, Schema], form: CallForm, spell: Spell = json.
         if len(form.written) > 2:
             rules.append(f"{spell(before[0])} {parameters(schema, form, spell)} {spell(after)}")
         else:
-            rules.append(json_rule(schema or {"type": "object"}, filter(None, before), filter(None, [after]), spell))
+            rules.append(json_rule({**schema, "type": "object"}, filter(None, before), filter(None, [after]), spell))
     if not form.row[0]:
         return rules
     (first, between, last), one = map(spell, form.row), " | ".join(rules)

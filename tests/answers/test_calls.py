@@ -285,6 +285,21 @@ def test_a_call_that_must_be_is_read_under_its_names_or_refused(form):
                 call_rules(tools, form)
 
 
+INTEGER = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize("schema", [
+    INTEGER, INTEGER | {"type": ["object", "null"]}, {"$ref": "#/$defs/I", "$defs": {"I": INTEGER}},
+    {"anyOf": [INTEGER, {"type": "null"}]},
+])  # fmt: skip
+def test_arguments_are_an_object_whatever_else_a_schema_takes(schema):
+    tokenizer, form = real_tokenizer("smollm2"), CALLS["tags"]
+    make = constraint(tokenizer, frozenset({tokenizer.eos_token_id}), call_rules({"w": schema}, form))
+    for said, right in (('{"a": 1}', True), ('{"a": "x"}', False), ("3", False), ("null", False), ("[]", False)):
+        text = f'<tool_call>\n{{"name": "w", "arguments": {said}}}\n</tool_call>'
+        assert follows(make(), tokenizer, text) == right, said
+
+
 def test_a_tools_name_may_have_a_colon_in_kimis_form():
     name, said = (
         "files:read",
