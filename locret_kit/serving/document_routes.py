@@ -62,8 +62,8 @@ def add_documents(app: FastAPI, server: Server) -> None:
             said = f"{server.places} documents are held already, documents={server.limits.documents} at most: {said}"
             said = said if server.limits.documents else "documents=0: the server takes none"
             raise Refused(429, said, headers={"x-should-retry": "false"})  # none leaves by itself
-        # A form may name a charset that gives halves of surrogate pairs.
-        title = (file.filename or "document")[:200].encode("utf-8", "replace").decode()
+        # Its end tells the format. A form may name a charset that gives halves of surrogate pairs.
+        title = (file.filename or "document")[-200:].encode("utf-8", "replace").decode()
         upload = UploadedDocument(f"doc_{secrets.token_hex(16)}", owner, title, int(time.time()))
         server.documents[upload.id] = upload
         failed = [one.id for one in server.documents.values() if one.owner == owner and one.error is not None]
