@@ -145,18 +145,20 @@ class CompletionBody(Part):
             raise Refused(400, f"max_tokens={wanted} must be at most {bound}", "max_tokens")
         if self.best_of not in (None, self.n):
             raise Refused(400, f"best_of={self.best_of} must be n={self.n}: every answer is given", "best_of")
-        if self.policy not in (None, *server.policies):
-            allowed = ", ".join(server.policies) or "none but the server's"
-            raise Refused(400, f"policy={str(self.policy)[:64]!r} is not allowed here; allowed: {allowed}")
+        allowed = [engine.policy.name, *server.policies]
+        if self.policy not in (None, *allowed):
+            said = f"policy={str(self.policy)[:64]!r} is not allowed here; allowed: {', '.join(allowed)}"
+            raise Refused(400, said)
         if self.budget is not None and self.budget > (slots := engine.settings.budget or self.budget):
             raise ValueError(f"budget={self.budget} must be at most {slots}, the slots of a session")
+        settings = engine.settings if self.budget is None else engine.settings_for(self.budget)
         return AnswerSpec(
             max_new_tokens=bound if wanted == -1 else min(ANSWER if wanted is None else wanted, bound),
             sampling=sampling,
             seed=secrets.randbelow(2**32) if self.seed is None or self.seed == -1 else self.seed,
             stops=tuple(filter(None, self.stop)),
-            settings=None if self.budget is None else engine.settings_for(self.budget),
-            policy=None if self.policy is None else parse_policy(self.policy),
+            settings=None if settings == engine.settings else settings,
+            policy=None if self.policy in (None, engine.policy.name) else parse_policy(self.policy),
             evidence=self.evidence,
         )
 

@@ -49,7 +49,10 @@ def test_a_request_asks_for_less_and_for_a_policy_that_is_allowed(client):
     asked = dict(model="tiny", messages=messages, temperature=0, max_tokens=8)
     answer = client.chat.completions.create(**asked, extra_body={"budget": 48, "policy": "h2o"})
     assert answer.choices[0].message.content == expected(messages, "h2o", 48)
-    allowed = "policy='tova' is not allowed here; allowed: h2o"
+    same = [client.chat.completions.create(**asked, extra_body={"budget": 96, "policy": "locret"}) for _ in range(2)]
+    assert {answer.choices[0].message.content for answer in same} == {expected(messages)}
+    assert same[1].usage.prompt_tokens_details.cached_tokens > 0, "the server's own are those of its conversations"
+    allowed = "policy='tova' is not allowed here; allowed: locret, h2o"
     for body, words in (({"budget": 97}, "budget=97 must be at most 96"), ({"policy": "tova"}, allowed)):
         with pytest.raises(openai.BadRequestError, match=words):
             client.chat.completions.create(**asked, extra_body=body)
