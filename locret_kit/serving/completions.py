@@ -174,7 +174,8 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
     new_thought = partial(Thought, engine.tokenizer, max_tokens=most, apart=spec.apart)
     requests = [
         ServerRequest(
-            prompt, spec, owner=owner, document=document, document_id=document_id or "", number=number, drops_thoughts=drops,
+            prompt, replace(spec, seed=(spec.seed + number) % 2**32), owner=owner, document=document,
+            document_id=document_id or "", drops_thoughts=drops,
             thought=None if most is None else new_thought(opened=prompt.opened),
         )
         for prompt in prompts for number in range(body.n)

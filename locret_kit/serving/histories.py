@@ -35,7 +35,7 @@ MISTRALS = re.compile(r"[A-Za-z0-9]{9}")
 """Identifiers that Mistral's templates take."""
 
 
-def render(tokenizer: PreTrainedTokenizerBase, turns: Turns, generation: bool = False, **more: object) -> str:
+def render(tokenizer: PreTrainedTokenizerBase, turns: Turns, **more: object) -> str:
     """``template.render``, of the conversation as it is or with the repairs that the template needs.
 
     Raises:
@@ -44,7 +44,7 @@ def render(tokenizer: PreTrainedTokenizerBase, turns: Turns, generation: bool = 
 
     def shown(turns: Turns, **changed: object) -> Traced:
         bare = [{name: value for name, value in turn.items() if name != "place"} for turn in turns]
-        return render_traced(tokenizer, bare, generation, **{**more, **changed})  # type: ignore[arg-type]
+        return render_traced(tokenizer, bare, **{**more, **changed})  # type: ignore[arg-type]
 
     def tried(chain: Sequence[Repair]) -> tuple[int, str]:
         """Number of texts that the template does not show, and the rendering; or ``REFUSED``, and why."""

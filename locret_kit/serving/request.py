@@ -86,7 +86,7 @@ class AnswerSpec:
     Attributes:
         max_new_tokens: of the answer, at most. thought_tokens: of its thought; None for no bound of its own.
         apart: whether the thought's tokens are beside the answer's.
-        seed: of the first answer. stops: texts that end an answer.
+        stops: texts that end an answer.
         echoes: whether the prompt is a part of the answer. hides_thoughts: whether the client gets none.
         must_call: whether it must call a tool.
         settings, policy: of its own; None for the server's. evidence: whether it comes with passages of its document; its cache
@@ -164,7 +164,6 @@ class ServerRequest:
         document, document_id: the document that the prompt continues, and its id. The engine releases the document when the
             request has its own copy.
         thought: watches the answer's thought. drops_thoughts: whether the cache for the next turn has none.
-        number: of the answer among those of a body.
         on_change: called by the engine's thread after every token and at the end; must not block.
         stop_at: called by the engine's thread after every token. If it returns a number, the answer ends with that many tokens.
         thought_spans: half-open spans of the answer's tokens that are thoughts, so far.
@@ -187,7 +186,6 @@ class ServerRequest:
     document_id: str = ""
     thought: Thought | None = None
     drops_thoughts: bool = False
-    number: int = 0
     on_change: Callable[[], None] = lambda: None
     stop_at: Callable[[list[int]], int | None] = lambda tokens: None
     thought_spans: Callable[[], list[Span]] = list
@@ -207,7 +205,7 @@ class ServerRequest:
         """The request as the engine reads it, with a placeholder for each token of a thought that its cache has read."""
         prompt, spec = self.prompt.ids, self.spec
         return Request(
-            prompt[:1] * self.lookup.skipped + prompt, spec.max_new_tokens, spec.sampling, (spec.seed + self.number) % 2**32,
+            prompt[:1] * self.lookup.skipped + prompt, spec.max_new_tokens, spec.sampling, spec.seed,
             top_logprobs=spec.top_logprobs, prompt_logprobs=spec.prompt_logprobs, thought=self.thought,
         )  # fmt: skip
 

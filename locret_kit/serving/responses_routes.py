@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import model_validator
 
-from ..answers.values import nested
+from ..answers.values import check_json, nested
 from ..naming import first_line, prefixed_errors
 from .answers import AnswerStream, Reply
 from .bodies import ChatBody
@@ -213,5 +213,5 @@ def add_responses(app: FastAPI, server: Server) -> None:
         body = checked(ResponsesBody, {**asked, "input": resolved})
         for name, value in body.echoed.items():
             with prefixed_errors(name, ValueError, RecursionError):
-                json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+                check_json(value)
         return ResponseReply(server, body, await begin(server, request, body))
