@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests of other people's programs (tests/clients/), over the demo backbone: LangChain, llm, lm-evaluation-harness and nginx against
-# locret-serve at a real port, kvpress, and the clients of OpenAI, Anthropic and Vercel with models that think and call tools.
+# locret-serve at a real port, kvpress, and Vercel's client with models that think and call tools.
 # They take some ten minutes on two cores.
 # They have an environment of their own, beside the packages of the project's (scripts/setup.sh): 400 MB and a minute to make, once.
 # nginx, node and npm are taken from PATH: apt-get install nginx-light nodejs npm.

@@ -1,4 +1,5 @@
-"""Ten families' answers through clients: three turns with a thought, a text and a call of a tool, whole and streamed.
+"""Ten families' answers through Vercel's client: three turns with a thought, a text and a call of a tool, whole and streamed.
+``tests/serving/test_serving_thoughts.py`` has the clients of OpenAI and Anthropic.
 
 A tiny random model is made to write what is recorded of a family, token by token; template, tokens and all else are as served.
 """
@@ -9,10 +10,8 @@ import subprocess
 from functools import partial
 from pathlib import Path
 
-import anthropic
-import openai
 import pytest
-from families import ARGUMENTS, FAMILIES, TEXT, THOUGHT, TOOL, family_tokenizer
+from families import ARGUMENTS, FAMILIES, TEXT, THOUGHT, family_tokenizer
 from served import Dictated, serving, stopped
 from tiny_models import tiny_model
 
@@ -53,64 +52,6 @@ def family(request, monkeypatch):
     made = EngineThread(model, tokenizer, settings, parse_policy("streaming"), None, sessions=2)
     with stopped(made) as engine, serving(engine, Limits(answer_tokens=1000), keys=()) as url:
         yield name, url
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_openai(family, streamed):
-    name, url = family
-    messages, shown = [], []
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        for turn in ({"role": "user", "content": "How deep?"}, None, {"role": "user", "content": "And now?"}):
-            messages += [turn] if turn else []
-            asked = dict(model="tiny", messages=messages, tools=[TOOL], temperature=0, max_tokens=600)
-            if streamed:
-                with client.chat.completions.stream(**asked) as stream:
-                    thought = "".join(
-                        getattr(event.chunk.choices[0].delta, "reasoning_content", None) or ""
-                        for event in stream if event.type == "chunk" and event.chunk.choices
-                    )  # fmt: skip
-                    message = stream.get_final_completion().choices[0].message
-            else:
-                message = client.chat.completions.create(**asked).choices[0].message
-                thought = getattr(message, "reasoning_content", None) or ""
-            calls = message.tool_calls or []
-            shown.append({
-                "thought": thought, "text": (message.content or "").strip(),
-                "calls": [[call.function.name, json.loads(call.function.arguments)] for call in calls],
-            })  # fmt: skip
-            back = {"role": "assistant", "content": message.content, "reasoning_content": thought}
-            sent = [{"id": one.id, "type": "function", "function": {
-                "name": one.function.name, "arguments": one.function.arguments}} for one in calls]  # fmt: skip
-            messages.append(back | ({"tool_calls": sent} if sent else {}))
-            messages += [{"role": "tool", "tool_call_id": call.id, "content": "7 m"} for call in calls]
-    assert shown == said(name)
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_anthropic(family, streamed):
-    name, url = family
-    tool = {"name": "depth", "description": "How deep a harbour is", "input_schema": TOOL["function"]["parameters"]}
-    messages, shown = [], []
-    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
-        for turn in ("How deep?", None, "And now?"):
-            messages += [{"role": "user", "content": turn}] if turn else []
-            asked = dict(model="tiny", messages=messages, tools=[tool], max_tokens=600, extra_body={"temperature": 0})
-            if streamed:
-                with client.messages.stream(**asked) as stream:
-                    message = stream.get_final_message()
-            else:
-                message = client.messages.create(**asked)
-            calls = [block for block in message.content if block.type == "tool_use"]
-            shown.append({
-                "thought": "".join(block.thinking for block in message.content if block.type == "thinking"),
-                "text": "".join(block.text for block in message.content if block.type == "text").strip(),
-                "calls": [[call.name, call.input] for call in calls],
-            })  # fmt: skip
-            back = [block.model_dump(exclude_none=True) for block in message.content]
-            messages.append({"role": "assistant", "content": back})
-            results = [{"type": "tool_result", "tool_use_id": call.id, "content": "7 m"} for call in calls]
-            messages += [{"role": "user", "content": results}] if results else []
-    assert shown == said(name)
 
 
 @pytest.mark.parametrize("streamed", ["false", "true"])
