@@ -132,6 +132,9 @@ def test_true_positions_stay_within_the_window(llama):
         (["--documents", ""], "documents is empty"),
         (["--sessions", "1000000000"], "sessions=1000000000 must be at most "),
         (["--sessions", "3000", "--max-num-batched-tokens", "2048"], "max_num_batched_tokens (2048) must be greater"),
+        (["--enable-prefix-caching"], "enable_prefix_caching must be left out: a page holds"),
+        (["--api-server-count", "2"], "api_server_count=2 must be 1"),
+        (["--policy", "ada-snapkv"], "its heads differ"),
         (["--gpu-memory-utilization", "7"], "gpu_memory_utilization=7.0: Input should be less than or equal to 1"),
     ],
 )

@@ -144,7 +144,6 @@ REFUSED = (
     {"model": "other"}, {"logprobs": 99}, {"min_tokens": 99}, {"allowed_token_ids": []}, {"structured_outputs": {"regex": "(("}},
 )  # fmt: skip
 """Reasons for which a request is refused."""
-NONSENSE = (b"", b"{", b"[]", b"\xff", b'{"prompt": NaN}')
 
 
 class Clients:
@@ -187,10 +186,6 @@ class Clients:
     async def left(self, draw: random.Random) -> None:
         await self.stream(draw, draw.randrange(1, 20), 1000)
 
-    async def impatient(self, draw: random.Random) -> None:
-        with suppress(httpx.ReadTimeout):
-            await self.post(json=self.body(draw, max_tokens=1500)[0], timeout=draw.random())
-
     async def hung_up(self, draw: random.Random) -> None:
         """A socket that is closed or reset: in the middle of the request, in the queue, in the prompt, while tokens come."""
         prompt, stream = self.prompts[0] * draw.randrange(1, 4), draw.random() < 0.5
@@ -210,13 +205,9 @@ class Clients:
         answer = await self.post(json=self.body(draw)[0] | (asked := draw.choice(REFUSED)))
         assert answer.status_code >= 400 and answer.json()["error"], asked
 
-    async def nonsense(self, draw: random.Random) -> None:
-        assert (await self.post(content=draw.choice(NONSENSE))).status_code == 400
-
     async def run(self, requests: int, vanishing: Path) -> None:
         """So many, of which ``CLIENTS`` at once. A folder vanishes on the way."""
-        kinds = [self.whole] * 4 + [self.stream] * 3 + [self.left, self.hung_up] * 3
-        kinds += [self.impatient, self.refused] * 2 + [self.sampled, self.nonsense]
+        kinds = [self.whole, self.hung_up] * 4 + [self.stream, self.left] * 3 + [self.refused] * 2 + [self.sampled]
         free = asyncio.Semaphore(CLIENTS)
 
         async def one(number: int) -> None:

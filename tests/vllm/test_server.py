@@ -18,7 +18,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret_kit.cli import plan
-from locret_kit.cli.vllm import main
 from locret_kit.documents.document import Document
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +46,7 @@ def said(document, tmp_path_factory):
     words = [
         "--ckpt", str(HEADS), "--model", str(BACKBONE), "--sessions", "4", "--documents", str(document[0]), "--port", str(PORT),
         *(f"{name}={value}" for name, value in SETTINGS.items()), "--dtype", "float32", "--max-num-batched-tokens", "512",
-        "--max-model-len", "16384", "--served-model-name", "demo", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+        "--max-model-len", "16384", "--served-model-name", "demo",
     ]  # fmt: skip
     log = tmp_path_factory.mktemp("log") / "server.txt"
     with open(log, "w") as out:
@@ -128,13 +127,6 @@ def test_json_of_a_schema_is_valid(client):
     jsonschema.validate(json.loads(text), schema)
 
 
-def test_tools(client):
-    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-    tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
-    answer = ask(client, "What is the weather in Paris?", tools=[tool], tool_choice="required", max_tokens=100)
-    assert answer.choices[0].message.tool_calls[0].function.name == "get_weather"
-
-
 def test_several_answers_and_logprobs(client):
     answer = ask(client, n=2, temperature=0.8, logprobs=True, top_logprobs=2)
     assert len(answer.choices) == 2
@@ -163,24 +155,3 @@ def test_what_is_refused(client):
     ):
         with pytest.raises(openai.BadRequestError, match=words):
             ask(client, **rest)
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["--enable-prefix-caching"], "enable_prefix_caching must be left out: a page holds"),
-        (
-            ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'],
-            "speculative_config must be left out",
-        ),
-        (["--decode-context-parallel-size", "2"], "decode_context_parallel_size=2 must be 1"),
-        (["--kv-cache-dtype", "fp8"], "kv_cache_dtype=fp8 must be auto or"),
-        (["--policy", "ada-locret"], "its heads differ"),
-        (["--api-server-count", "2"], "api_server_count=2 must be 1"),
-        (["--budget", "0.5"], "budget=0.5: a page's rows must be known"),
-    ],
-)
-def test_the_command_refuses_in_one_sentence(words, line, capsys):
-    assert main(["--ckpt", str(HEADS), "--model", str(BACKBONE), "--dtype", "float32", *words]) == 1
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("locret-vllm: ") and line in said
