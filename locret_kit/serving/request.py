@@ -39,7 +39,7 @@ class PrefixKey:
     @classmethod
     def from_record(cls, name: str, owner: str, record: dict[str, Any]) -> tuple[PrefixKey, ...]:
         """The keys that a session's file holds. Raises ValueError."""
-        document, keys = record.get("about"), record.get("keys", [[record.get("tokens"), record.get("sha256"), 0]])
+        document, keys = record.get("about"), record.get("keys", ())
         with suppress(TypeError):
             made = tuple(cls(name, owner, document, *key) for key in keys if isinstance(document, str))
             if made and all((type(one.tokens), type(one.sha256), type(one.skipped)) == (int, str, int) for one in made):

@@ -85,7 +85,8 @@ class SessionSpec:
 SUFFIX, SALT = ".locret", "salt"
 SESSION = re.compile(r"session_[0-9a-f]{32}")
 DOCUMENT = re.compile(r"doc_[0-9a-f]{32}")
-OWNER = re.compile(r"[0-9a-f]{32}")
+OWN = re.compile(rf"[0-9a-f]{{32}}/(?:{SESSION.pattern}|{DOCUMENT.pattern}){re.escape(SUFFIX)}")
+"""Path of a file of this folder, whose owner is its subfolder."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,6 @@ class Store:
         self._open = ExitStack()
         self._open.enter_context(locked(self.folder / ".lock", f"session_dir={str(folder)!r}: another server has it"))
         self._lock, self._files = Lock(), OrderedDict[str, File]()
-        self._damaged, self._others = list[str](), list[str]()
         self.failing: str | None = None
         """Why the last file could not be written; None where it was."""
         self.written = self.failures = 0
@@ -143,54 +143,48 @@ class Store:
     def scan(self, spec: SessionSpec) -> None:
         """Find the files of an earlier server. Damaged files are removed. Files of a later version, and files that ``spec``
         refuses, stay and count, since another server may want them. Both are logged in one line each."""
-        self._spec = spec
-        files = []
+        self._spec, files = spec, []
+        damaged, others = list[str](), list[str]()
         for path in self.folder.glob(f"*/*{SUFFIX}"):
             try:
-                if (file := self._look(path)) is not None:
-                    files.append((path.lstat().st_mtime_ns, path.stem, file))
+                found = path.lstat()
+                if stat.S_ISREG(found.st_mode) and OWN.fullmatch(path.relative_to(self.folder).as_posix()):
+                    file, why = self._look(path, found.st_size)
+                    files.append((found.st_mtime_ns, path.stem, file))
+                    others += [why] if why else []
             except OSError as error:
-                self._others.append(f"{path}: {error.strerror}")
+                others.append(f"{path}: {error.strerror}")
+            except ValueError as error:
+                damaged.append(first_line(error))
+                with suppress(OSError):  # of a disk that takes no changes
+                    path.unlink()
         for left in self.folder.glob("*/.*.partial"):  # of a server that was killed
             with suppress(OSError):
                 left.unlink()
-        for lines, words in ((self._damaged, "removed"), (self._others, "left as they are")):
+        for lines, words in ((damaged, "removed"), (others, "left as they are")):
             if lines:
                 LOG.warning("%d files of sessions are not usable and %s; the first: %s", len(lines), words, lines[0])
         with self._lock:
             for _, name, file in sorted(files, key=lambda found: found[:2]):
                 self._add(name, file)
 
-    def _look(self, path: Path) -> File | None:
-        """The record of a file; None for one that is not of this folder, or that is damaged and removed.
+    def _look(self, path: Path, size: int) -> tuple[File, str]:
+        """The record of a file, and why this server cannot use it; '' where it can.
 
         Raises:
-            OSError: it cannot be read now, or not be removed.
+            OSError: it cannot be read now. ValueError: it is damaged.
         """
-        name, owner = path.stem, path.parent.name
-        if not (OWNER.fullmatch(owner) and (SESSION.fullmatch(name) or DOCUMENT.fullmatch(name))):
-            return None
-        keys, usable = tuple[PrefixKey, ...](), True
         try:
-            found = path.lstat()
-            if not stat.S_ISREG(found.st_mode):
-                return None
             file = CacheFile.read_record(path)
-            if SESSION.fullmatch(name):
-                keys = PrefixKey.from_record(name, owner, file.saved.document or {})
         except LaterVersion as error:
-            self._others.append(first_line(error))
-            return File(path, found.st_size, usable=False)
-        except ValueError as error:
-            self._damaged.append(first_line(error))
-            path.unlink(missing_ok=True)
-            return None
+            return File(path, size, usable=False), first_line(error)
+        name, owner, record = path.stem, path.parent.name, file.saved.document or {}
+        keys = PrefixKey.from_record(name, owner, record) if SESSION.fullmatch(name) else ()
         try:
             self._spec.check(file, session=any(not key.document_id for key in keys))
         except ValueError as error:
-            self._others.append(f"{path}: {first_line(error)}")
-            keys, usable = (), False
-        return File(path, found.st_size, keys, usable)
+            return File(path, size, usable=False), f"{path}: {first_line(error)}"
+        return File(path, size, keys), ""
 
     def sessions(self, owner: str) -> list[PrefixKey]:
         """Keys of an owner's sessions."""
