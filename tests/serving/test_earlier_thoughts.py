@@ -6,6 +6,7 @@ import httpx
 import pytest
 import torch
 from families import TOOL
+from http_bodies import until
 from read_texts import kept, text_of
 from real_templates import real_tokenizer
 from served import LIMITS, dictate, serving, stopped
@@ -129,8 +130,7 @@ def dictated(monkeypatch, number: int):
         yield dictate(patch, parts()[1], text)
 
 
-@pytest.mark.parametrize("thoughts", ["evicted", "pinned"])
-@pytest.mark.parametrize("sent_back", [False, True])
+@pytest.mark.parametrize(("thoughts", "sent_back"), [("evicted", False), ("pinned", True)])
 def test_thoughts_that_stay_are_read_once(thoughts, sent_back, tmp_path, monkeypatch):
     """A prompt without earlier thoughts goes on from the cache that has read them. The oracle is the model itself, which reads
     all of it and evicts nothing; so does a cache with room for all."""
@@ -179,14 +179,15 @@ def test_pinned_thoughts_are_let_go_where_there_is_no_room(monkeypatch):
         say(client, [{"role": "user", "content": "What is it?"}])  # no room at all, and an answer
 
 
-@pytest.mark.parametrize("thoughts", ["evicted", "dropped", "pinned"])
+@pytest.mark.parametrize("thoughts", ["dropped", "pinned"])
 def test_conversations_about_a_document(thoughts, monkeypatch):
     model, tokenizer, _ = parts()
     with server(thoughts, "locret", RunSettings(budget=96, chunk=16, stabilizers=4, local_len=5)) as (_, client):
         upload = client.post("/documents", files={"file": ("boats.txt", text_of(150))}).json()
-        while (status := client.get(f"/documents/{upload['id']}").json())["status"] == "reading":
-            pass
-        assert status["status"] == "ready", status
+        until(lambda: client.get(f"/documents/{upload['id']}").json()["status"] == "ready")
+        document = Document.read(
+            model, tokenizer, text_of(150), 96, "locret", parts()[2], chunk=16, stabilizers=4, local_len=5
+        )
         messages, cached = [], []
         for number, question in enumerate(QUESTIONS):
             messages.append({"role": "user", "content": question + " Say it in many words, as is done here."})
@@ -198,9 +199,6 @@ def test_conversations_about_a_document(thoughts, monkeypatch):
             usage = said["usage"]
             cached.append(usage["prompt_tokens_details"]["cached_tokens"])
             if thoughts == "dropped":
-                document = Document.read(
-                    model, tokenizer, text_of(150), 96, "locret", parts()[2], chunk=16, stabilizers=4, local_len=5
-                )
                 ids = document.conversation(messages[:-1])
                 assert usage["prompt_tokens"] == len(ids)
                 logprobs, _ = fresh(ids, document.fork_for(len(ids)))
@@ -208,7 +206,7 @@ def test_conversations_about_a_document(thoughts, monkeypatch):
         assert cached == sorted(cached) and cached[-1] > cached[0], cached
 
 
-@pytest.mark.parametrize("thoughts", ["evicted", "dropped", "pinned"])
+@pytest.mark.parametrize("thoughts", ["dropped", "pinned"])
 def test_a_tool_loop_and_a_branch(thoughts):
     """Whatever a client sends back, the template's prompt is read; a branch takes nothing of the other's answer."""
     with server(thoughts) as (_, client):

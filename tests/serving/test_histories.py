@@ -253,14 +253,13 @@ def test_tools_of_other_types_are_left_out(url, path, caplog):
     given = {"messages": [ASK], "input": [ASK], "max_tokens": 2, "max_output_tokens": 2}
     want = post(url, path, **given, tools=[OWN[path]])
     assert want.status_code == 200 and "x-left-out" not in want.headers
-    for other in OTHERS:
-        answer = post(url, path, **given, tools=[other, OWN[path], other])
-        assert answer.status_code == 200, answer.text
-        assert answer.headers["x-left-out"] == f"tool {other['type']}"
-        assert f"left out of a request: tool {other['type']}\n" in caplog.text
-        usages = (one.json()["usage"] for one in (answer, want))
-        used, alone = (usage.get("prompt_tokens") or usage["input_tokens"] for usage in usages)
-        assert used == alone or path == "messages", "cached tokens are no input there"
+    answer = post(url, path, **given, tools=[*OTHERS, OWN[path], *OTHERS])
+    assert answer.status_code == 200, answer.text
+    said = ", ".join(sorted({f"tool {other['type']}" for other in OTHERS}))
+    assert answer.headers["x-left-out"] == said and f"left out of a request: {said}\n" in caplog.text
+    usages = (one.json()["usage"] for one in (answer, want))
+    used, alone = (usage.get("prompt_tokens") or usage["input_tokens"] for usage in usages)
+    assert used == alone or path == "messages", "cached tokens are no input there"
     left = post(url, path, **given, tools=[{"type": "a\r\nx-evil: 1"}]).headers
     assert "x-evil" not in left and left["x-left-out"] == "tool a??x-evil: 1"
 
@@ -307,12 +306,9 @@ def test_items_of_other_tools():
     assert prompt(PLAIN, history, CountBody) == "[user]Ask.[assistant]It rains.[user]Go."
 
 
-FORMATS = ("password", "byte", "uri-reference", "regex", "path", "int64", "x y\n\u00fc")
-
-
 def test_unknown_formats_are_notes(url, caplog):
     """In schemas of answers and of tools, at any depth; a property that has the name of a word is none."""
-    for name in (*FORMATS, "date", "email"):
+    for name in ("password", "x y\n\u00fc", "date"):
         text = {"type": "string", "format": name, "maxLength": 3}
         schema = {
             "type": "object", "required": ["format"], "additionalProperties": False, "properties": {
@@ -320,14 +316,13 @@ def test_unknown_formats_are_notes(url, caplog):
                 "const": {"type": "array", "items": text},
             }, "$defs": {"a": text},
         }  # fmt: skip
-        if name in ("date", "email"):
+        if known := name == "date":
             schema = json.loads(json.dumps(schema).replace(', "maxLength": 3', ""))
         asked = {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}
         function = {"name": "f", "parameters": schema}
         for fields in (asked, {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}):
             answer = chat(url, [ASK], max_tokens=2, **fields)
             assert answer.status_code == 200, answer.text
-            known = name in ("date", "email")
             assert ("x-left-out" in answer.headers) is not known
             assert known or answer.headers["x-left-out"] == "format " + name.replace("\n", "?").replace("\u00fc", "?")
     assert "format password" in caplog.text
@@ -363,4 +358,4 @@ def test_nearly_no_temperature_is_greedy(url, path, place):
             value = value[name]
         return value
 
-    assert {answer(temperature) for temperature in (1e-3, 9.9e-4, 1e-5, 1e-8, 1e-40, 5e-324)} == {answer(0)}
+    assert {answer(temperature) for temperature in (9.9e-4, 1e-40, 5e-324)} == {answer(0)}

@@ -61,19 +61,6 @@ def test_evictions_are_counted_once():
         assert before > 0 and engine.counters.evictions == again.evictions + sum(more) - 2 * before
 
 
-def test_stop_texts_over_http_are_not_cancelled(client, engine):
-    messages = user(text_of(40))
-    whole = expected(messages, max_new_tokens=16)
-    before = engine.counters.cancelled
-    asked = dict(model="tiny", messages=messages, temperature=0, max_tokens=16, stop=whole[4:6])
-    for stream in (False, True):
-        answer = client.chat.completions.create(**asked, stream=stream)
-        events = answer if stream else [answer]
-        said = "".join((one.choices[0].delta if stream else one.choices[0].message).content or "" for one in events)
-        assert said == whole[: whole.index(whole[4:6])]
-    assert engine.counters.cancelled == before
-
-
 def test_a_token_of_a_long_answer_costs_what_one_of_a_short_answer_does(engine, monkeypatch):
     given, decode = [], engine.tokenizer.decode
     monkeypatch.setattr(engine.tokenizer, "decode", lambda ids, **more: given.append(len(ids)) or decode(ids, **more))

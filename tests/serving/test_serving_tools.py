@@ -29,13 +29,13 @@ def url(engine):
         yield address
 
 
-NOW = '<tool_call>{"name": "now"}</tool_call>'
+SAID = '<tool_call>{"name": "now"}</tool_call>'
 
 
 def test_texts_and_calls_by_turns(claude, client, monkeypatch):
     """By the protocols that tell an answer block by block: whole, by its events, and by the last of them."""
     asked = {"model": "tiny", "extra_body": {"temperature": 0}}
-    tokens = len(dictate(monkeypatch, parts("llama")[1], f"I look. {NOW} {NOW} and then\n{NOW}  "))
+    tokens = len(dictate(monkeypatch, parts("llama")[1], f"I look. {SAID} {SAID} and then\n{SAID}  "))
     want = ["I look.", "now", "now", " and then", "now"]
     responses = partial(client.responses.create, **asked, input="a", tools=[{"type": "function", "name": "now"}])
     whole, events = (responses(stream=stream, max_output_tokens=tokens) for stream in (False, True))
@@ -51,7 +51,7 @@ def test_texts_and_calls_by_turns(claude, client, monkeypatch):
         assert [block.name if block.type == "tool_use" else block.text for block in message.content] == want
 
 
-@pytest.mark.parametrize("value", [r'"\ud83d"', "NaN", "1e999"])
+@pytest.mark.parametrize("value", [r'"\ud83d"', "NaN"])
 def test_arguments_that_json_cannot_say(claude, client, monkeypatch, value):
     """They arrive as they were written, or as none where they are an object; and the conversation goes on."""
     said = f'<tool_call>{{"name": "now", "arguments": {{"at": {value}}}}}</tool_call>'
@@ -70,8 +70,8 @@ def test_arguments_that_json_cannot_say(claude, client, monkeypatch, value):
 
 
 def test_an_answer_ends_with_its_first_call_where_calls_are_not_parallel(url, client, monkeypatch):
-    first = len(parts("llama")[1](NOW, add_special_tokens=False).input_ids)
-    whole = len(dictate(monkeypatch, parts("llama")[1], f"{NOW} {NOW} a"))
+    first = len(parts("llama")[1](SAID, add_special_tokens=False).input_ids)
+    whole = len(dictate(monkeypatch, parts("llama")[1], f"{SAID} {SAID} a"))
     asked = {"model": "tiny", "messages": user("When?"), "tools": TOOLS, "temperature": 0, "max_tokens": whole}
     for fields, calls, tokens in (({}, 2, whole), ({"parallel_tool_calls": False}, 1, first)):
         answer = client.chat.completions.create(**asked, **fields)
