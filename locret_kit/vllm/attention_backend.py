@@ -16,7 +16,7 @@ from vllm.v1.attention import backend as attention
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheLayout
 
 from .measure import measure
-from .pages import EnginePages
+from .pages import EnginePages, EngineStep, Turn
 from .worker import NOBODY, State, is_bounded, worker_here
 
 
@@ -104,10 +104,10 @@ class BatchBuilder(attention.AttentionMetadataBuilder):
         turns, worker = [], self.worker
         for row, (start, end, length, page) in enumerate(zip(starts, starts[1:], lengths, pages, strict=False)):
             if end > start and page != NOBODY:
-                turns.append((page, start, end, length - (end - start)))
+                turns.append(Turn(page, start, end, length - (end - start)))
                 if length == end - start:
                     worker.pages.begin(page, worker.text(worker.requests[row]))
-        return worker.pages.step(turns)
+        return EngineStep(worker.pages, turns)
 
 
 class BoundedImpl(attention.AttentionImpl):

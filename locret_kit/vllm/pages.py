@@ -126,13 +126,9 @@ class EnginePages:
             raise RuntimeError(f"page {page} holds {tokens}, and the engine says {seen} tokens: please report this")
         return text
 
-    def step(self, turns: Iterable[tuple[int, int, int, int]]) -> EngineStep:
-        """A forward, by the turn of each text that has new tokens, in the order of ``Turn``."""
-        return EngineStep(self, [Turn(*turn) for turn in turns])
-
 
 class EngineStep:
-    """New tokens of one forward."""
+    """New tokens of one forward, by the turn of each text that has some."""
 
     def __init__(self, pages: EnginePages, turns: list[Turn]) -> None:
         self.pages, self.turns = pages, turns

@@ -9,7 +9,7 @@ from locret_kit.backbones.handlers import Softmax
 from locret_kit.cache import step as step_module
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings
-from locret_kit.vllm.pages import EnginePages
+from locret_kit.vllm.pages import EnginePages, EngineStep, Turn
 from locret_kit.vllm.ranks import Ranks
 
 SETTINGS = RunSettings(budget=24, chunk=8, stabilizers=3, local_len=4, positions="compact")
@@ -62,9 +62,9 @@ def test_attention_is_that_of_a_cache_with_memory_of_its_own(tmp_path, policy, s
     for new in STEPS:
         turns, start = [], 0
         for page, count in new.items():
-            turns.append((page, start, start + count, alone[page].get_seq_length()))
+            turns.append(Turn(page, start, start + count, alone[page].get_seq_length()))
             start += count
-        steps = [pages.step(turns) for pages in ranks]
+        steps = [EngineStep(pages, turns) for pages in ranks]
         for layer in range(LAYERS):
             given, expected = tokens(start), torch.empty(1, HEADS[0], start, D)
             for page, first, end, _ in turns:
