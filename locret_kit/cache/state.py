@@ -206,6 +206,8 @@ class TextState:
             self.reread_positions = choose_passages(self.context, reread, self.layers, self.seen)
             self.set_pins(self.pins)
             self.last_hidden = None
+            if self.states is not None:
+                self.states.cache.reset()
 
     def prompt_positions(self, start: int, end: int) -> Sequence[int]:
         """Positions in the prompt of the tokens that are fed as its tokens ``start`` to ``end``."""

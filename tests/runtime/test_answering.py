@@ -9,7 +9,7 @@ from bounded_masks import IDS, bounded, mask_by_definition
 from tiny_models import tiny_model
 
 from locret_kit.backbones.intercept import attach
-from locret_kit.backbones.libraries import CACHE
+from locret_kit.backbones.libraries import ASKED_FOR_STATES, CACHE
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.runtime.session import decode, prefill
 
@@ -81,11 +81,15 @@ def test_the_answer_is_that_of_a_prompt_of_passages_and_question(tokens, window,
         assert cache.kept_positions(layer).tolist() == [[passages, passages]]
 
 
-@pytest.mark.parametrize(("policy", "family"), [*((policy, "llama") for policy in POLICIES), ("h2o", "gemma3")])
+@pytest.mark.parametrize(
+    ("policy", "family"),
+    [*((policy, "llama") for policy in POLICIES), ("h2o", "gemma3"), *[("tova", "lfm2")][: int(ASKED_FOR_STATES)]],
+)
 def test_any_policy_answers_from_what_it_reads_again(policy, family):
-    """Whatever it kept and however it places keys, layers with a window too: the logits are the model's on passages and
-    question, and layers and heads hold the same tokens."""
-    model, positions = tiny_model(family).double(), ("compact", "original", "clipped(16)")[len(policy) % 3]
+    """Whatever it kept and however it places keys, layers with a window or a state too: the logits are the model's on passages
+    and question, and layers and heads hold the same tokens."""
+    more = {"layer_types": ["conv", "full_attention", "conv"]} if family == "lfm2" else {}
+    model, positions = tiny_model(family, **more).double(), ("compact", "original", "clipped(16)")[len(policy) % 3]
     cache = bounded(f"{policy} reread=passages(6,4,3,2)", positions=positions)
     found = read(model, cache)
     wanted = model(input_ids=IDS[:, cache.reread_positions]).logits[0, -1]
