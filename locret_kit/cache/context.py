@@ -29,7 +29,7 @@ from .folded import FoldedHeads, fold_heads
 from .rotation import Positions, RotationTables
 from .storage.blocks import BlockStore
 from .storage.codec import CODECS, Plain, Scratch
-from .storage.layouts import LAYOUTS, EqualRows
+from .storage.layouts import LAYOUTS, Layout
 from .storage.rows import BoundedLayer
 
 
@@ -336,7 +336,7 @@ def layer_rows(
     if layer.window is not None:
         # A chunk forgets everything at its end; before a sliding block stands the window of its first token.
         capacity = layer.window if layer.chunked else layer.window - 1 + chunk
-        return BoundedLayer(EqualRows(capacity), Plain(), layer.window, chunked=layer.chunked)
+        return BoundedLayer(Layout(capacity), Plain(), layer.window, chunked=layer.chunked)
     codec = Plain() if bits is None else CODECS[str(bits)](bits, scratch, compiled, policy.keeps_everything)
     # Those of the group first, then of each of its query heads where the policy asks for them.
     group = layer.n_heads // layer.n_kv_heads if policy.by_query_head else 0

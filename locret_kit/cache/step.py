@@ -24,7 +24,7 @@ from .attend import VarlenRows, attend_heads, decode_rows
 from .context import Context
 from .due import Due
 from .storage.codec import Plain
-from .storage.layouts import EqualRows, RaggedRows
+from .storage.layouts import Layout, RaggedRows
 from .storage.quantised import RowBits
 from .storage.rows import BoundedLayer, EqualLengthHeads
 from .view import entry_scores, prefill_mask, select_tokens, slots_of
@@ -301,7 +301,7 @@ def evict_or_wait(ctx: Context, rows: BoundedLayer, due: Due, waiting: list[Evic
 
 def evicts_together(ctx: Context, rows: BoundedLayer) -> bool:
     """Whether a layer's eviction may be one call with those of others: on a card, which has room for all their slots at once."""
-    plain = type(rows.layout) is EqualRows and type(rows.codec) in (Plain, RowBits) and not ctx.stages
+    plain = type(rows.layout) is Layout and type(rows.codec) in (Plain, RowBits) and not ctx.stages
     return plain and ctx.backend.launches and ctx.policy.ranks
 
 

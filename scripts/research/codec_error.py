@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache.storage.codec import CODECS, Scratch
-from locret_kit.cache.storage.layouts import EqualRows
+from locret_kit.cache.storage.layouts import Layout
 from locret_kit.cache.storage.rows import BoundedLayer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +44,7 @@ def stored(keys: torch.Tensor, values: torch.Tensor, bits: int) -> tuple[torch.T
     """Keys and values ``[layers, 1, H, S, D]`` as they are read back."""
     out = []
     for k, v in zip(keys, values, strict=True):
-        rows = BoundedLayer(EqualRows(k.shape[2]), CODECS[str(bits)](bits, Scratch(), False, True))
+        rows = BoundedLayer(Layout(k.shape[2]), CODECS[str(bits)](bits, Scratch(), False, True))
         rows.update(k, v)
         rows.append(k, v, torch.zeros(k.shape[:3]))
         rows.codec.finish_block()

@@ -11,7 +11,7 @@ from locret_kernels.ragged_decode import Angles, Rotation, Spans, angle_steps, c
 from locret_kit.cache import step
 from locret_kit.cache.pages import PageShape, RowPool
 from locret_kit.cache.storage.codec import Plain
-from locret_kit.cache.storage.layouts import EqualRows
+from locret_kit.cache.storage.layouts import Layout
 from locret_kit.cache.storage.rows import BoundedLayer
 from locret_kit.runtime.engine import Engine, Request
 
@@ -69,7 +69,7 @@ def test_a_page_holds_all_that_its_rows_need():
     assert sum(x.nbytes for x in whole) <= 3 * shape.nbytes
     pages = []
     for page in range(3):
-        rows = BoundedLayer(EqualRows(7 + page), Plain(), statistics=page, recent=page % 2 + 1)
+        rows = BoundedLayer(Layout(7 + page), Plain(), statistics=page, recent=page % 2 + 1)
         pool.bind(page, rows)
         pages.append(rows)
     for page, rows in enumerate(pages):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from policy_runs import held, logits_of, make, tokens, turn
 
 from locret_kit.cache.storage.codec import Scratch
-from locret_kit.cache.storage.layouts import EqualRows
+from locret_kit.cache.storage.layouts import Layout
 from locret_kit.cache.storage.quantised import GroupedBits, RowBits, decode, encode, levels, pack, unpack
 from locret_kit.cache.storage.rows import BoundedLayer
 from locret_kit.config.infer_options import INFER
@@ -53,7 +53,7 @@ def test_numbers_come_back_within_half_a_step(numbers, bits, scale):
 
 
 def layer_of(bits: int, capacity: int = 40, **rest) -> BoundedLayer:
-    return BoundedLayer(EqualRows(capacity), GroupedBits(bits, Scratch(), **{"group": 4, "residual": 3, **rest}))
+    return BoundedLayer(Layout(capacity), GroupedBits(bits, Scratch(), **{"group": 4, "residual": 3, **rest}))
 
 
 def feed(layer, k, v, settle: bool = True) -> None:
@@ -195,7 +195,7 @@ def test_eight_bits_are_read_back(dtype):
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(1, 6, 9, 64, generator=generator).mul(8**n).to(dtype) for n in (1, -4))
     k[0, 0, :, 40], k[0, 1, :, :32] = 3e4, 0.5
-    rows = BoundedLayer(EqualRows(64), RowBits())
+    rows = BoundedLayer(Layout(64), RowBits())
     feed(rows, k, v)
     for name, x in (("keys", k), ("values", v)):
         read, groups = rows.slots(name), x.double().unflatten(-1, (2, 32))

@@ -10,7 +10,7 @@ from torch import Tensor
 from locret_kit.cache.attend import decode_rows
 from locret_kit.cache.storage.codec import Codec, Plain, Scratch
 from locret_kit.cache.storage.exports import export_rows, exported_shapes, restore_rows
-from locret_kit.cache.storage.layouts import EqualRows, Layout, RaggedRows
+from locret_kit.cache.storage.layouts import Layout, RaggedRows
 from locret_kit.cache.storage.quantised import CompiledBits, GroupedBits, RowBits
 from locret_kit.cache.storage.rows import BoundedLayer
 
@@ -22,7 +22,7 @@ CODECS: dict[str, tuple[Callable[[], Codec], float]] = {
     "compiled": (lambda: CompiledBits(4, Scratch(), group=8, residual=4), 0.5),
 }
 """Codecs, and the length of a row's error in lengths of the row, at most."""
-EVERY = [*((EqualRows, codec) for codec in CODECS), (RaggedRows, "plain")]
+EVERY = [*((Layout, codec) for codec in CODECS), (RaggedRows, "plain")]
 BLOCKS = [(20, None), (1, None), (25, 24), (1, None), (1, None), (14, 30), (9, None), (1, 20)]
 """Tokens of a block, and the rows a head that are kept after it."""
 FEED = 17

@@ -22,7 +22,7 @@ from locret_kit.backbones.rope import Rope
 from locret_kit.backbones.undo import Undo
 from locret_kit.cache.backend import CpuBackend
 from locret_kit.cache.storage.codec import Scratch
-from locret_kit.cache.storage.layouts import EqualRows
+from locret_kit.cache.storage.layouts import Layout
 from locret_kit.cache.storage.quantised import CompiledBits, GroupedBits
 from locret_kit.cache.storage.rows import BoundedLayer
 from locret_kit.runtime import session
@@ -112,7 +112,7 @@ def test_numbers_of_another_type_are_read_as_what_they_are_and_tables_reach_ever
 def test_rows_are_those_that_tensors_hold(dtype, D, bits):
     """Chunks and evictions: the same groups and codes, and rows read back alike."""
     codecs = (kind(bits, Scratch(), group=8, residual=8) for kind in (CompiledBits, GroupedBits))
-    mine, theirs = made = [BoundedLayer(EqualRows(200), codec) for codec in codecs]
+    mine, theirs = made = [BoundedLayer(Layout(200), codec) for codec in codecs]
     draw = torch.Generator().manual_seed(bits)
     for turn in range(6):
         drawn_ = (torch.randn(1, 3, 70, D, generator=draw) for _ in "kv")

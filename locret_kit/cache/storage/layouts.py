@@ -148,14 +148,6 @@ class Layout:
         """Take back exported tensors, such as lengths ``[H]``."""
 
 
-class EqualRows(Layout):
-    """Layout with as many rows in every head."""
-
-    def last(self, T: int, newer: int = 0) -> Index:
-        """Index ``[H, T - newer]`` of the newest ``T`` rows of every head, without the newest ``newer``."""
-        return ALL, slice(self.rows - T, self.rows - newer)
-
-
 def each_row(first_H: Tensor, count_H: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Head and row ``[total]`` (int64) of the ``count`` rows from ``first`` on of every head, head after head. The host knows
     their ``total``, so it waits for nothing."""
@@ -302,5 +294,5 @@ class RaggedRows(Layout):
 
 LAYOUTS: Registry[type[Layout]] = Registry("layout")
 """Layouts by the names that allocations have for them."""
-LAYOUTS.register("equal")(EqualRows)
+LAYOUTS.register("equal")(Layout)
 LAYOUTS.register("ragged")(RaggedRows)

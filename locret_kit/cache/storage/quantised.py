@@ -40,7 +40,7 @@ from locret_kernels.ragged_decode import ByteRows, PackedRows, hadamard
 from ...settings import INT32_MAX
 from .codec import BITS, CODECS, Codec, Column, Scratch
 from .key_groups import GROUP, SPARE, pairs_of, regroup, table_size
-from .layouts import EqualRows, Index, Layout, Shapes
+from .layouts import ALL, Index, Layout, Shapes
 
 # ---- 8 bits ---------------------------------------------------------------------------------------------------------
 
@@ -102,7 +102,6 @@ class GroupedBits(Codec):
     COUNTS = ("tail",)
     takes_back = False
     packed = True
-    layout: EqualRows
     key_codes: Tensor
     """``[H, capacity, D * bits / 8]`` uint8, and so are the values'."""
     value_codes: Tensor
@@ -266,7 +265,8 @@ class GroupedBits(Codec):
     def _quantise(self, ready: int) -> None:
         """Quantise those of the tail's oldest ``ready`` rows that are not yet."""
         # rows: [H, S]; oldest: the tail's oldest `ready` rows, of which those with a group keep their codes.
-        rows, oldest = self.layout.every(), self.layout.last(self.tail, self.tail - ready)
+        rows, first = self.layout.every(), self.layout.rows - self.tail
+        oldest = ALL, slice(first, first + ready)
         leaving = torch.zeros_like(self.group, dtype=torch.bool)
         leaving[oldest] = self.group[oldest] < 0
         self._store_values(oldest, leaving[oldest])
