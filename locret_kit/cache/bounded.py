@@ -108,11 +108,6 @@ class BoundedCache(StatefulCache):
         return self.state.schedule
 
     @property
-    def backend(self) -> str:
-        """Name of the backend, once bound."""
-        return self.context.backend.name
-
-    @property
     def run(self) -> RunSettings:
         """Settings for another cache like this one: as resolved here, but for the backend, which is chosen anew."""
         return replace(self.settings.run, backend=self.options.settings.backend)

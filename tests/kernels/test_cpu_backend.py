@@ -155,7 +155,7 @@ def test_a_prompt_read_so(policy, bits, dtype):
               for positions in ("compact", "original") for plain in ({}, {"backend": "reference"})]  # fmt: skip
     with attach(model), torch.inference_mode():
         logits = [session.prefill(model, ids, cache) for cache in caches]
-    assert [cache.backend for cache in caches] == ["cpu", "reference"] * 2
+    assert [cache.settings.backend for cache in caches] == ["cpu", "reference"] * 2
     for n in (0, 2):
         assert held(caches[n]) == held(caches[n + 1])
         far = float((logits[n] - logits[n + 1]).norm() / logits[n + 1].norm())
@@ -194,7 +194,7 @@ def test_without_a_compiler_prompts_are_read_all_the_same(monkeypatch, caplog):
     finally:
         for call in calls:
             call.cache_clear()
-    assert torch.equal(mine, plain) and caches[0].backend == "reference"
+    assert torch.equal(mine, plain) and caches[0].settings.backend == "reference"
     assert [record.getMessage().count("no C++ compiler") for record in caplog.records] == [1]
 
 

@@ -73,7 +73,7 @@ def read(
             mode.waits.clear()
             for token in range(steps):
                 decoder([cache], [token])
-    assert (cache.counters.evictions >= 3 or policy == "full") and cache.backend == "triton"
+    assert (cache.counters.evictions >= 3 or policy == "full") and cache.settings.backend == "triton"
     assert ("locret" not in policy) == (cache.context.folded is None) and None not in (cache.context.folded or ())
     return mode.waits, decoder, cache
 
