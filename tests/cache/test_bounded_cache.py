@@ -146,6 +146,8 @@ def test_settings_out_of_range_are_named():
         (dict(budget=8, stabilizers=8), "stabilizers=8 must be below budget=8"),
         (dict(budget=8, local_len=9), "local_len=9 must be below budget=8"),
         (dict(budget=8, prompt_length=0), "prompt_length=0"),
+        (dict(budget=8, chunk=8, prompt_length=20, decode_every=9), "decode_every=9 must be from 1 to chunk=8"),
+        (dict(budget=8, chunk=8, decode_every=2), "decode_every=2 needs prompt_length"),
     ]:
         with pytest.raises(ValueError, match=words):
             BoundedCache(policy="streaming", **settings_)
