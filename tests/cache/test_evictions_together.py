@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from policy_runs import EVICTING, LENGTH, backbone, held, make, tokens
+from policy_runs import EVICTING, LENGTH, backbone, by_kind, held, make, tokens
 
 from locret_kit import attach
 from locret_kit.cache import context, step
@@ -51,7 +51,7 @@ def run(policy: str, mode: str, together: bool):
     return logits, (new, held(cache), counts, cache.counters.evicted_rows, cache.counters.evictions), layers
 
 
-@pytest.mark.parametrize("policy", EVICTING)
+@pytest.mark.parametrize("policy", by_kind(EVICTING))
 def test_equal_bit_for_bit(policy):
     mode = [*MODES][1 + EVICTING.index(policy) % (len(MODES) - 1)]
     (logits, left, alone), (joint_logits, joint_left, joint) = (run(policy, mode, joined) for joined in (False, True))

@@ -61,30 +61,18 @@ def test_a_stage_may_compute_the_attention():
     torch.testing.assert_close(prefill(model, ids, cache), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_a_stage_is_asked_for_decoded_tokens_too():
-    """Drivers know the policy's stages alone."""
+def test_a_stage_is_asked_for_decoded_tokens_too(tmp_path):
+    """Drivers and files know the policy's stages alone; forks share them."""
     model, ids, diary = tiny_model("llama"), tokens(20), Diary()
     cache = BoundedCache(24, "streaming", chunk=8, prompt_length=20, stages=(diary,))
+    fork = cache.fork(20)
     logits = prefill(model, ids, cache)
     diary.asked.clear()
     assert len([*decode(model, cache, logits, prompt=ids, max_new_tokens=4)]) == 4
     assert diary.asked == [(seen, 1) for seen in (21, 22, 23) for _ in cache.bounded]
     assert cache.counters.decoding == "dynamic: stages=1 besides those of the policy"
-
-
-def test_a_file_cannot_name_them(tmp_path):
-    model, ids = tiny_model("llama"), tokens(20)
-    cache = BoundedCache(24, "streaming", chunk=8, prompt_length=20, stages=(Diary(),))
-    prefill(model, ids, cache)
     with pytest.raises(ValueError, match="stages=1 besides those of the policy: no file can name them"):
         save_cache(cache, tmp_path / "cache.locret")
     assert not [*tmp_path.iterdir()]
-
-
-def test_forks_share_them():
-    model, ids, diary = tiny_model("llama"), tokens(60), Diary()
-    cache = BoundedCache(24, "streaming", chunk=8, prompt_length=60, stages=(diary,))
-    prefill(model, ids[:40], cache)
-    before = len(diary.asked)
-    prefill(model, ids, cache.fork(60))
-    assert len(diary.asked) > before
+    prefill(model, ids, fork)
+    assert diary.asked[-1][0] == 20
