@@ -19,7 +19,7 @@ UNBOUNDED = "kvzip"
 ORACLE = "locret-eval sets it beside the policies (policies=[...,kvzip])"
 DEPTH = 16
 """Parentheses within parentheses, at most."""
-_CALL = re.compile(r"^\s*([\w-]+)\s*(?:\((.*)\))?\s*$", re.DOTALL)
+_CALL = re.compile(r"^\s*([\w-]+)(?:\s*\((.*)\))?\s*$", re.DOTALL)  # blanks have one place: two would be tried in pairs
 E = TypeVar("E", type, registry.NamedPolicy)
 
 

@@ -209,6 +209,13 @@ def test_deep_nesting_is_refused_at_once(depth):
     assert parse_policy("kvcrush(base=" * 3 + "h2o(window=5)" + ")" * 3).scopes[0].size == 5
 
 
+def test_many_blanks_are_refused_at_once():
+    """A saved cache may come from elsewhere, and says its policy."""
+    with pytest.raises(ValueError, match="must be name or name"):
+        parse_policy("h2o" + " " * 10**6 + "x")
+    assert parse_policy("h2o  (window=5)").scopes[0].size == 5
+
+
 @pytest.mark.parametrize(
     ("policy", "budget", "said"),
     [
