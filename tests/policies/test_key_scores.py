@@ -142,13 +142,15 @@ def z(values):
 # ---- one eviction after the whole prompt is the published method ----------------------------------------------------------
 
 
-def test_knorm_counts_the_factor_on_cos_and_sin_where_a_part_of_the_key_is_turned():
-    """Phi-4-mini's keys: LongRoPE on three quarters of a head."""
+@pytest.mark.parametrize(
+    "rope", [Rope(ROPE.inv_freq[:3], scaling=1.2), Rope(ROPE.inv_freq, weight_R=torch.linspace(0.3, 2, D))]
+)
+def test_knorm_is_the_norm_that_attention_sees(rope):
+    """Phi-4-mini's keys: LongRoPE on three quarters of a head. Hunyuan's: a norm's weights after the rotation."""
     q, k, v = random_qkv(2, 2, 21)
-    rope = Rope(ROPE.inv_freq[:3], scaling=1.2)
     layer = Layer(KNorm(), q, k, v, rope=rope)
     layer.feed(21)
-    torch.testing.assert_close(layer.entered, -turned(k, rope).norm(dim=-1).float())
+    torch.testing.assert_close(layer.cut(5)[1], -turned(k, rope).norm(dim=-1).float())
 
 
 @pytest.mark.parametrize(("Q", "H"), HEADS)
