@@ -146,6 +146,8 @@ class Context:
     """Number of the user's."""
     pins: Pins = ()
     """Positions, as rows carry them, whose tokens are never evicted."""
+    first: int = 0
+    """Position of the first token that rows have read, from which slots are counted; above 0 in a second reading."""
 
     @classmethod
     def of(

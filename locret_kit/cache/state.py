@@ -182,10 +182,11 @@ class TextState:
     def set_pins(self, pins: Pins) -> None:
         """Pin these positions alone. Raises ValueError: a layer has no room for them."""
         if self._context is not None:
-            at = to_cache_positions(pins, self.reread_positions, self.schedule.prompt_length or 0)
+            reread, length = self.reread_positions, self.schedule.prompt_length or 0
+            at = to_cache_positions(pins, reread, length)
             # Before a second reading all pins count, whatever rows there are: its passages must hold them.
             check_room(self._context, at, () if self.needs_reread else self.layers)
-            self.change_context(pins=at)
+            self.change_context(pins=at, first=length - len(reread) if reread else 0)
         self.pins = pins
 
     # ---- two readings of the prompt's tail -----------------------------------------------------------------------------
