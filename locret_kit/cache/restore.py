@@ -101,6 +101,8 @@ def fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where
         raise ValueError("layers have seen different numbers of tokens")
     with prefixed_errors("counters", ValueError):
         validate_fields(counters := build(CacheCounters, saved.counters, "counter", whole=True))
+    if any(name.endswith(".key_scale") for name in tensors):  # until version 0.1
+        raise ValueError("kv_bits=8: its 8-bit floats are no longer read: read the text again, and save it anew")
     # Tensors by layer: "layers.3.keys" is held[3]["keys"]. A number of many digits is no layer.
     held: list[dict[str, Tensor]] = [{} for _ in saved.layers]
     for name, tensor in tensors.items():

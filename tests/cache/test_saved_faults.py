@@ -185,6 +185,18 @@ def test_settings_of_an_earlier_file_are_read(tmp_path):
     assert load("recalling", path).cache.state.host_nbytes
 
 
+def test_a_file_of_eight_bit_floats_is_refused_by_name(tmp_path):
+    """As version 0.1 wrote them: codes without steps, and a scale for each head."""
+    body, path, tensors = Body.of(base("8 bits")), tmp_path / "text.locret", {}
+    for name, x in body.tensors.items():
+        layer, _, part = name.rpartition(".")
+        if part in ("key_codes", "value_codes"):
+            tensors |= {f"{layer}.{part[:-6]}s": x, f"{layer}.{part[:-6]}_scale": torch.ones(2)}
+        elif not part.endswith(("_step", "_zero")):
+            tensors[name] = x
+    refused("8 bits", path, Body(body.record, tensors).file(), "kv_bits=8: its 8-bit floats are no longer read")
+
+
 def test_what_is_no_file_is_refused(tmp_path):
     import os
 
