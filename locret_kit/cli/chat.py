@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..cache.file import read_record
 from ..config.infer_options import CHAT, ChatOptions
-from ..config.schema import removed
 from ..files import write_text
 from ..naming import first_line, nearest
 from ..settings import RunSettings
@@ -242,8 +241,6 @@ class Talk:
             return
         name, words = (*message[1:].split(None, 1), "", "")[:2]
         words = words.strip()
-        if name in (gone := removed("commands of locret-chat")):
-            raise ValueError(f"/{name} was removed: {gone[name]}")
         if name not in COMMANDS:
             near = nearest(f"/{name}", [f"/{known}" for known in COMMANDS])
             raise ValueError(f"unknown command '/{name}'.{near or ' /help lists them; // begins a message with /'}")

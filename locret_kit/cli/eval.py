@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import eval_options as options
-from ..config.schema import Command, read, removed
+from ..config.schema import Command, read
 from ..files import write_json
 from ..naming import check_name, install_line
 from .command import command, load_plugin
@@ -135,8 +135,6 @@ def main(argv: list[str] | None = None) -> int:
         harness(argv[1:], engine_for_harness)
         return 0
     if argv[0].isidentifier():
-        if replacement := removed("commands of locret-eval").get(argv[0]):
-            raise ValueError(f"{argv[0]} was removed: {replacement}")
         check_name("command", argv[0], [*COMMANDS, "lm_eval"])
     if argv[0] not in COMMANDS:
         return run(argv)

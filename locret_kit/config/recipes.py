@@ -10,7 +10,7 @@ from pathlib import Path
 from ..backbones.gguf import bare_name
 from ..files import read_yaml
 from ..naming import nearest
-from .schema import Command, UsageError, Values, assemble, given_by, refuse_removed, values_of
+from .schema import Command, UsageError, Values, assemble, given_by, values_of
 from .train_options import TrainConfig
 
 AUTO = "auto"
@@ -108,7 +108,6 @@ def read_recipe(recipe: str, below: tuple[str, ...] = ()) -> Recipe:
     Raises:
         ValueError: no such recipe, invalid content, or a circle of bases.
     """
-    refuse_removed(TRAIN, "recipe", recipe)
     path = Path(recipe) if recipe.endswith((".yaml", ".yml")) else recipes_folder() / f"{recipe}.yaml"
     if not recipe.endswith((".yaml", ".yml")) and recipe not in (known := known_recipes()):
         raise ValueError(f"recipe={recipe} is unknown; known: {', '.join(known)}.{nearest(recipe, known)}")

@@ -262,7 +262,6 @@ def given_by(command: Command[T], argv: list[str]) -> Values:
     known = {**options_of(command.schema), "config": Option("config", str)}
     texts: dict[str, str | list[str]] = {}
     for name, text in _pairs(command, known, argv):
-        refuse_removed(command, name, text)
         if name not in known:
             meant = command.positional and any(word.partition("=")[0] == name for word in argv)  # such as "E=mc2?"
             raise UsageError(unknown(name, known) + "; put a text with = in it after --" * bool(meant))
@@ -327,23 +326,6 @@ def unknown(name: str, known: Mapping[str, Option], where: str = "") -> str:
     return f"unknown key {name!r}{where}.{near} --help all lists the options"
 
 
-@cache
-def removed(section: str) -> dict[str, str]:
-    """Removed words of a section of ``removed.yaml``, and their replacements."""
-    tree = read_yaml(Path(__file__).with_name("removed.yaml"), "removed.yaml").get(section, {})
-    assert isinstance(tree, dict)
-    return {word: replacement for words, replacement in tree.items() for word in words.split()}
-
-
-def refuse_removed(command: Command[T], name: str, value: object, where: str = "") -> None:
-    """Raise UsageError for a removed name, section or ``name=value``, with its replacement."""
-    gone = removed(command.name)
-    for word in (name, name.partition(".")[0], f"{name}={value}"):
-        if word in gone:
-            flag = f"--{word.replace('_', '-')}" if word == name and word.isidentifier() else word
-            raise UsageError(f"{flag}{where} was removed: {gone[word]}")
-
-
 def typed(annotation: object, text: str) -> object:
     """A text as a value of an annotation's type, unchecked. ``null`` is None if the annotation allows it. A list is
     ``[a,b]`` or ``a,b``; commas within parentheses belong to an item."""
@@ -364,11 +346,9 @@ def values_of(command: Command[T], tree: Values, where: str) -> Values:
 
     Raises:
         ValueError: an unknown name, or a value of a wrong type or out of bounds.
-        UsageError: a removed name, section or value.
     """
     known, values = options_of(command.schema), flattened(tree)
-    for name, value in values.items():
-        refuse_removed(command, name, value, where)
+    for name in values:
         if name not in known:
             raise ValueError(unknown(name, known, where))
     return {name: known[name].read(value, where) for name, value in values.items()}

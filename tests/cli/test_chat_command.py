@@ -77,15 +77,11 @@ SAID = {
     b"/undo now": "/undo takes no arguments, not 'now'",
     b"/read nowhere.txt": "file='nowhere.txt' does not exist",
     b"/read": "/read needs a file",
-    b"/budget 9": "/budget was removed: start locret-chat with --budget",
-    b"/kept": "/kept was removed: /save BOOK.locret, and locret-kept",
-    b"caf\xe9": "line 8 of stdin is not UTF-8: byte 3",
-    b"/stats": "/stats was removed: /save BOOK.locret, and locret-info",
+    b"caf\xe9": "line 6 of stdin is not UTF-8: byte 3",
     b"/save x.txt": "/save needs a file that ends in .locret or .md",
     b"/save x.locret": "there is no document to save",
     b"/save x.md": "the conversation is empty",
     b"/retry": "no question has been asked yet",
-    b"/pin": "/pin was removed: --protect names what is never evicted",
 }
 """Lines of a talk in which nothing was said yet, and what is said to them."""
 

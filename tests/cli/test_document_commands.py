@@ -330,7 +330,6 @@ BAD = [
     (("infer", "{out}", "--question", "Who?"), 1, "has no file with text"),
     (("read", "{out}", "-o", "x.locret"), 1, "has no file with text"),
     (("infer", "https://example.org/x.html", "--question", "Who?"), 1, "No such file or directory: download it first"),
-    (("infer", "long.txt", "--save-cache", "x"), 2, "--save-cache was removed: locret-read FILE -o X.locret"),
 ]
 
 

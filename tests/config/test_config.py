@@ -67,7 +67,6 @@ def test_strings_are_taken_as_they_are():
         ("base: papper", "recipe=papper is unknown; known: "),
         ("base: [paper]", "base=['paper'] in recipe 'mine' must be a recipe's name"),
         ("choose: [heads.init]", "choose=['heads.init'] in recipe 'mine' must be a list of some of: heads.d_hidden, "),
-        ("heads: {form: sink}", "heads.form in recipe 'mine' was removed"),
     ],
 )
 def test_errors_in_a_recipe(tmp_path, text, message):
@@ -127,7 +126,6 @@ def test_what_is_given_by_a_recipe_is_not_chosen():
         ([*TINY, "backbone.gpu_memory=18GiB"], "backbone.gpu_memory=18GiB needs a backbone.device_map, such as auto"),
         ([*TINY, "trainer.strategy=deepspeed"], "must be one of: auto, ddp, fsdp, deepspeed_stage_2, "),
         ([*TINY, "data.batch=2"], "optim.accumulate=1 must be a multiple of data.batch=2"),
-        ([*TINY, "target.kind=log_mass"], "target.kind=log_mass was removed: tried and left"),
     ],
 )
 def test_errors_on_the_command_line(arguments, message):

@@ -11,7 +11,7 @@ from annotated_types import Ge
 from locret_kit.config.eval_options import EVAL, FIGURE, PAIRED, REPORT, TABLE, TASKS
 from locret_kit.config.infer_options import ASK, CHAT, INFER, INFO, KEPT, READ
 from locret_kit.config.recipes import TRAIN
-from locret_kit.config.schema import Command, Repeatable, UsageError, given_by, help_of, options_of, read, removed
+from locret_kit.config.schema import Command, Repeatable, UsageError, given_by, help_of, options_of, read
 from locret_kit.config.serve_options import PLAN, SERVE, VLLM
 from locret_kit.config.train_options import PUBLISH
 from locret_kit.samples.haystack import ENDINGS
@@ -135,23 +135,6 @@ def test_errors_in_a_file(tmp_path, text, said):
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("command", "text", "said"),
-    [
-        (ASK, "graph: true", "--graph in config=FILE was removed: CUDA graphs"),
-        (TABLE, "interval: 0.95", "--interval in config=FILE was removed: summary.csv has"),
-        (TRAIN, "gates: {shares: [0.1]}", "gates in config=FILE was removed: tried and left"),
-        (TRAIN, "loss: {kind: mse}", "loss.kind=mse in config=FILE was removed: loss.kind=NAME with plugin"),
-    ],
-)
-def test_a_file_names_what_replaced_an_option(tmp_path, command, text, said):
-    file = tmp_path / "x.yaml"
-    file.write_text(text)
-    with pytest.raises(UsageError) as caught:
-        given_by(command, [f"config={file}"])
-    assert str(caught.value).replace(str(file), "FILE").startswith(said)
-
-
 GIVEN = {
     "infer": ["--ckpt", "x", "--budget", "0.1", "--question", "a, b?", "long.txt", "--one-shot"],
     "train": ["recipe=tiny", "backbone.model=x", "optim.lr=1e-4", "data.weights=[2]"],
@@ -189,7 +172,6 @@ def test_help_all_explains_every_option(one):
     for name, option in options_of(one.schema).items():
         assert f"--{name.replace('_', '-')}" in text
         assert option.owner.__doc__ and not option.owner.__doc__.startswith(f"{option.owner.__name__}(")
-    assert not removed(one.name).keys() & options_of(one.schema).keys()
 
 
 @pytest.mark.parametrize("one", EVERY, ids=lambda one: one.usage.split("\n")[0])
