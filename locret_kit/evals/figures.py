@@ -55,7 +55,7 @@ def score_memory(rows: Sequence[Row], width: float | None = None) -> Figure:
 
     Memory is the peak on a GPU, and the cache's buffers on a CPU, where the peak is the process's.
     """
-    on_gpu = all("cuda" in row.device for row in rows)
+    on_gpu = all("cuda" in row.device for row in rows if row.error is None)
     cells = summarize(row if on_gpu else replace(row, peak_bytes=row.cache_bytes) for row in rows)
     cells = [cell for cell in cells if cell.mean is not None and cell.peak_bytes]
     if not cells:

@@ -49,7 +49,8 @@ def test_score_against_memory_shows_the_means_and_wilson_s_intervals():
     full = next(bar for bar in figure.axes[0].containers if bar.get_label() == "full")
     of_three_right = full.lines[2][0].get_segments()[0]
     assert of_three_right[:, 1] == pytest.approx([0.4385, 1], abs=1e-4)
-    on_gpu = figures.score_memory([replace(row, device="cuda:0") for row in rows()])
+    failed = replace(ROW, sample=9, score=None, error="X: y", device="")  # which has no device
+    on_gpu = figures.score_memory([*(replace(row, device="cuda:0") for row in rows()), failed])
     assert on_gpu.axes[0].get_xlabel() == "peak memory (MiB)", "on a CPU it is the process's"
 
 
