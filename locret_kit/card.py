@@ -20,7 +20,7 @@ from jinja2 import Environment, StrictUndefined, UndefinedError
 from .backbones.gguf import hub_repo
 from .backbones.load import resolve_model
 from .cis import TOP
-from .evals.engine import KEY, Row, check_cells
+from .evals.engine import KEY, Row, distinct
 from .evals.tables import Cell, summarize
 from .files import CONFIG, parse_json, read_json, write_json
 from .heads import FORMAT, RetainingHeads, best_of
@@ -118,8 +118,7 @@ def write_release(
         elif file.name != CARD:
             shutil.copy(file, target / file.name)
     names = {path.name for path in (folder, beside) if path}  # of the best heads of a run, that of the folder best too
-    mine = [row for row in rows if row.heads in names]
-    check_cells(mine)
+    mine = distinct([row for row in rows if row.heads in names])
     cells = summarize(row for row in mine if row.policy == heads.config.policy)
     prose = MEASURED.sub("", prose) if cells else prose
     with prefixed_errors(f"{source}: {TRAINING} is no training's configuration", KeyError, TypeError, UndefinedError):

@@ -99,8 +99,10 @@ def test_results_of_a_published_card_make_way_for_those_of_today(tmp_path):
     write_release(make(), "me/heads", tmp_path / "heads", save(tmp_path / "run" / "heads"))
     before = (tmp_path / "heads" / "README.md").read_text()
     (tmp_path / "heads" / "README.md").write_text(f"{before}\nMy words.\n")
-    with (tmp_path / "heads" / "results.jsonl").open("a") as rows:
-        rows.write(json.dumps({**ROWS[0], "sample": 2}) + "\n")
+    more = "".join(
+        json.dumps({**ROWS[0], "sample": sample}) + "\n" for sample in (0, 2)
+    )  # 0 is known from the other file
+    (tmp_path / "heads" / "rows.0.jsonl").write_text(more)
     write_release(make(), "me/heads", tmp_path / "again", tmp_path / "heads")
     after = (tmp_path / "again" / "README.md").read_text()
     assert (before.count("(n=2)"), after.count("(n=2)"), after.count("(n=3)")) == (1, 0, 1)

@@ -350,7 +350,15 @@ def read_rows(source: str | Path | Iterable[Path]) -> list[Row]:
         paths = sorted(paths[0].glob("rows.*.jsonl"))
         if not paths:
             raise FileNotFoundError(f"out={source} holds no rows (rows.*.jsonl)")
-    every = [row for path in paths for row in _read_file(path)]
+    return distinct([row for path in paths for row in _read_file(path)])
+
+
+def distinct(every: Sequence[Row]) -> list[Row]:
+    """The rows sorted by `KEY`; of duplicates the one with a score, then the one with the later `date`.
+
+    Raises:
+        ValueError: rows of one cell differ in one of `SETTINGS`.
+    """
     check_cells(every)
     rows = {row.key: row for row in sorted(every, key=lambda row: (row.error is None, row.date))}
     return [rows[key] for key in sorted(rows)]
