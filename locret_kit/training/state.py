@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from ..files import write_beside
+from ..heads import KEPT
 from . import SETTINGS, FrozenTraining, flat
 from .data import HELD, SampleModule
 
@@ -61,6 +62,8 @@ def begin_from(resume: str, out: Path) -> Path | None:
         if resume == "never" and any((out / "state").glob("*.ckpt")):
             steps = read_state(newest)["global_step"] if newest else 0
             raise ValueError(f"out={out} holds a run of {steps} steps: resume=auto continues it, or choose another out")
+        if resume == "never" and any(KEPT.match(path.name) for path in (out / "best").glob("*")):
+            raise ValueError(f"out={out} holds the best heads of another run: choose another out")
         return newest
     try:
         read_state(Path(resume))

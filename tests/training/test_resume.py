@@ -211,6 +211,12 @@ def test_the_same_command_again_leaves_the_first_run_as_it_is(run, capsys):
     assert files(run) == before
 
 
+def test_a_new_run_does_not_mix_its_best_heads_with_those_of_a_run_that_saved_no_state(backbone, tmp_path, capsys):
+    (tmp_path / "best" / "recall=0.9000-step=3").mkdir(parents=True)
+    said = refused(capsys, *arguments(Path("checkpoints/nothing"), tmp_path))
+    assert said == f"locret-train: out={tmp_path} holds the best heads of another run: choose another out"
+
+
 def test_auto_in_an_empty_folder_begins_anew_and_in_a_finished_run_ends_at_once(backbone, run, tmp_path):
     assert main(arguments(backbone, tmp_path, "optim.steps=2", "resume=auto")) == 0
     same_run(run, tmp_path)
