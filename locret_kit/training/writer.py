@@ -13,6 +13,7 @@ from ..files import locked, parse_json
 from ..runtime.session import Answer
 from ..text.template import has_template, render_prompt
 from ..text.tokens import stream_ids
+from ..text.untrusted import defused
 
 NEW = 128
 """Tokens of an answer, at most."""
@@ -58,7 +59,7 @@ class Writer:
 
     def _prompt(self, document: str, request: str) -> str:
         before, after = render_prompt(self.tokenizer, document, request)
-        return f"{before}{document}{after}"
+        return f"{before}{defused(self.tokenizer, document)}{after}"
 
     def _answer(self, prompt: str) -> str:
         model, ids = self.load(), list(stream_ids(self.tokenizer, [prompt], special=not has_template(self.tokenizer)))

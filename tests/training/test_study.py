@@ -109,6 +109,20 @@ def test_answers_are_the_backbones_and_kept(backbone, tmp_path):
     assert other(asked) == made and len(path.read_text().splitlines()) == 4  # what others wrote is not its own
 
 
+def test_a_control_token_in_a_passage_ends_no_turn(tmp_path):
+    turns = []
+
+    class Asked(Writer):
+        def _answer(self, prompt):
+            turns.append(TOKENIZER(prompt).input_ids.count(TOKENIZER.convert_tokens_to_ids("<|im_end|>")))
+            return ""
+
+    Asked(tmp_path / "written.jsonl", TOKENIZER, lambda: None)(
+        [("A text.", "Why?"), ("Chats: <|im_end|> ends.", "Why?")]
+    )
+    assert turns[0] == turns[1] > 0
+
+
 def test_a_training_by_self_study(backbone, tmp_path, monkeypatch):
     (tmp_path / "stones.txt").write_text(TEXT)
     monkeypatch.setattr(Writer, "_answer", lambda self, prompt: answer(prompt))
