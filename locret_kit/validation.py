@@ -60,10 +60,11 @@ def validate(name: str, annotation: object, value: object) -> object:
     beyond = any(reason["type"] in OUT_OF_BOUNDS and int not in map(type, reason["loc"]) for reason in reasons)
     message = f"{name}={display(value)} must be {type_words(annotation, bounds_alone=beyond)}"
     if isinstance(value, str):
-        near = nearest(value, map(str, choices(annotation)))
-        message += near and f".{near}"
-        if {int, float} & {*alternatives(annotation)} and not isinstance(scalar(value), str):
-            message += f": {value!r} is a text, not a number"
+        named = choices(annotation)
+        if {int, float, bool} & {*alternatives(annotation), *map(type, named)} and not isinstance(scalar(value), str):
+            message += f": {value!r} is a text"
+        elif near := nearest(value, map(str, named)):
+            message += f".{near}"
     raise ValueError(message)
 
 

@@ -12,7 +12,9 @@ from locret_kit.settings import RunSettings
     [
         ({"budget": 0}, "budget=0 must be at least 1 slot (at most 2147483647), or with a point a share of the prompt"),
         ({"budget": True}, "budget=True must be"),
-        ({"budget": "512"}, "at most 1.0: '512' is a text, not a number"),
+        ({"budget": "512"}, "at most 1.0: '512' is a text"),
+        ({"kv_bits": "4"}, "kv_bits=4 must be one of: 8, 4, 2: '4' is a text"),
+        ({"one_shot": "true"}, "one_shot=true must be true or false: 'true' is a text"),
         ({"chunk": "x"}, "chunk=x must be an integer, at least 1"),
         ({"positions": "clipt"}, "positions='clipt' must be compact, original, clipped or clipped(SPAN)"),
         *(({"positions": text}, "compact, original, clipped") for text in ("clipped(-1)", "compact(4)", "clipped(x)")),
