@@ -152,7 +152,7 @@ def _pydoc() -> str:
 
 def _folder(path: Path) -> str:
     """The records below a folder; where there are none, its text files."""
-    files = sorted(path.rglob("*"))
+    files = sorted(file for file in path.rglob("*") if file.is_file())
     texts = [file for file in files if file.name.endswith(TEXTS)]
     if not texts or any(file.suffix in SUFFIXES for file in files):
         return _inputs(path)

@@ -240,6 +240,9 @@ def test_load_text(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCRET_JARGON", str(tmp_path / "none.txt"))
     with pytest.raises(FileNotFoundError, match="apt-get install jargon-text"):
         haystack.load_text("jargon")
+    (tmp_path / "texts" / "folder.txt").mkdir(parents=True)
+    (tmp_path / "texts" / "folder.txt" / "one.txt").write_text("one")
+    assert haystack.load_text(tmp_path / "texts") == "one"
     (tmp_path / "b.jsonl").write_text('{"output": "one"}\n')
     with pytest.raises(ValueError, match=r"b.jsonl, record 0: must have a string `input`, has \['output'\]"):
         haystack.load_text(tmp_path / "b.jsonl")
