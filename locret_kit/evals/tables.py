@@ -81,13 +81,10 @@ class Cell:
         return " ".join([*words, f"(n={self.n}{failed})"])
 
 
-def mean_and_stderr(values: list[float]) -> tuple[float | None, float | None]:
+def mean_and_stderr(values: Sequence[float]) -> tuple[float | None, float | None]:
     """Mean and its standard error; exact sums, so that the order of rows does not matter."""
-    n = len(values)
-    mean = math.fsum(values) / n if n else None
-    if mean is None or n < 2:
-        return mean, None
-    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
+    mean = statistics.fmean(values) if values else None
+    return mean, statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 Z = statistics.NormalDist().inv_cdf(0.975)
@@ -116,8 +113,8 @@ def summarize(rows: Iterable[Row]) -> list[Cell]:
             Cell(
                 task, haystack, length, policy, heads, budget, good[0].metric if good else "-", len(good),
                 ranges(row.sample for row in good), mean, stderr,
-                errors=len(members) - len(good), tokens=math.fsum(row.tokens for row in costs) / len(costs),
-                prefill_s=math.fsum(row.prefill_s for row in costs) / len(costs),
+                errors=len(members) - len(good), tokens=statistics.fmean(row.tokens for row in costs),
+                prefill_s=statistics.fmean(row.prefill_s for row in costs),
                 peak_bytes=max(row.peak_bytes for row in costs),
                 dtype="+".join(sorted({row.dtype for row in costs if row.dtype})), low=low, high=high,
             )
@@ -147,7 +144,12 @@ def size(tokens: float) -> str:
 
 def over(task: str, haystack: str) -> str:
     """The task with its haystack, where it has one."""
-    return task if haystack == "-" else f"{task}, {haystack}"
+    return task if haystack == "-" else f"{task}, haystack: {haystack}"
+
+
+def named(metric: str) -> str:
+    """The metric, and whether lower is better."""
+    return f"{metric}, lower is better" if metric in LIKELIHOOD else metric
 
 
 def policy_order(label: str) -> tuple:
@@ -228,7 +230,7 @@ def differences(rows: Iterable[Row], against: str, figure: str | None = None) ->
         figure: one of `Row.scores`; by default the main score.
 
     Raises:
-        ValueError: no such label or score, or different prompts for one example.
+        ValueError: no such label or score, no example that both have answered, or different prompts for one.
     """
     rows = [row for row in rows if row.score is not None]
     check_name("against", against, sorted({row.label for row in rows}))
@@ -246,6 +248,8 @@ def differences(rows: Iterable[Row], against: str, figure: str | None = None) ->
         score = _scores(other)[name]
         theirs.append(replace(row, metric=name, score=score))
         mine.append(replace(row, metric=name, score=_scores(row)[name] - score))
+    if not mine:
+        raise ValueError(f"{against=} has no example that another policy has answered at its budget")
     pairs = zip(summarize(mine), summarize(theirs), strict=True)
     return [Difference(cell, other.mean or 0.0) for cell, other in pairs]
 
@@ -265,7 +269,12 @@ def differences_table(pairs: Iterable[Difference], against: str) -> Table:
     lines = []
     for pair in pairs:
         cell = pair.cell
-        figure = f"{cell.metric} (lower is better)" if cell.metric in LIKELIHOOD else cell.metric
-        names = [over(cell.task, cell.haystack), size(cell.length), str(cell.budget or "-"), cell.label, figure]
+        names = [
+            over(cell.task, cell.haystack),
+            size(cell.length),
+            str(cell.budget or "-"),
+            cell.label,
+            named(cell.metric),
+        ]
         lines.append([*names, str(cell.n), f"{pair.theirs:.3f}", str(pair)])
     return Table(head, lines)

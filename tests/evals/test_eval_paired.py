@@ -51,6 +51,11 @@ def test_examples_that_one_of_them_lacks_do_not_count():
 
 
 def test_errors_name_what_there_is():
+    elsewhere = [replace(row, sample=row.sample + 9) for row in ROWS if row.policy == "full"]
+    with pytest.raises(
+        ValueError, match=r"against='full' has no example that another policy has answered at its budget"
+    ):
+        differences([row for row in ROWS if row.policy != "full"] + elsewhere, "full")
     with pytest.raises(ValueError, match=r"against='locret \(their\)' is unknown. Did you mean 'locret \(theirs\)'"):
         differences(ROWS, "locret (their)")
     with pytest.raises(ValueError, match=r"figure='nl' is unknown. Did you mean 'nll'"):
@@ -67,7 +72,7 @@ def test_command(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     spread = stdev(a - b for a, b in zip(OURS, THEIRS, strict=True)) / 2
     assert lines[2] == (
-        "| R.PassKey, jargon | 2K | 256 | locret (ours) | nll (lower is better) | 4 | 2.688 | "
+        "| R.PassKey, haystack: jargon | 2K | 256 | locret (ours) | nll, lower is better | 4 | 2.688 | "
         f"{mean(THEIRS) - mean(OURS):+.3f} ± {spread:.3f} |"
     )
     assert main(["paired", f"out={tmp_path}"]) == 1 and "against=... is missing" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from jinja2 import Environment, PackageLoader
 from ...files import locked, write_beside, write_text
 from ..engine import SETTINGS, Row, read_rows
 from ..figures import FIGURES, draw
-from ..tables import LIKELIHOOD, MARKS, Cell, Table, grouped, policy_order, size, summarize, to_csv
+from ..tables import LIKELIHOOD, MARKS, Cell, Table, grouped, named, over, policy_order, size, summarize, to_csv
 from ..tasks import groups
 from ..tasks.document_tasks import averages
 
@@ -44,10 +44,10 @@ def overview(rows: Iterable[Row]) -> Table | None:
     for (task, haystack), members in grouped(rows, lambda row: (row.task, row.haystack)).items():
         scored = next((row for row in members if row.score is not None), members[0])
         main += (cells := summarize(members))
-        columns[f"{_over(task, haystack)} ({_figure(scored.metric)})"] = cells
+        columns[f"{over(task, haystack)} ({named(scored.metric)})"] = cells
         for name in (name for name in FURTHER if name != scored.metric and name in scored.scores):
             others = (replace(row, score=row.scores.get(name), metric=name) for row in members)
-            columns[f"{_over(task, haystack)} ({_figure(name)})"] = summarize(others)
+            columns[f"{over(task, haystack)} ({named(name)})"] = summarize(others)
     if len(columns) < 2:
         return None
     columns |= group_means(main)
@@ -82,16 +82,8 @@ def group_means(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
                 stderr=math.hypot(*errors) / len(names) if len(errors) == len(names) else None,
                 errors=sum(cell.errors for cell in members), low=None, high=None,
             )  # fmt: skip
-            columns.setdefault(_over(f"mean of {group}", text if len(texts) > 1 else "-"), []).append(mean)
+            columns.setdefault(over(f"mean of {group}", text if len(texts) > 1 else "-"), []).append(mean)
     return columns
-
-
-def _figure(metric: str) -> str:
-    return "nll, lower is better" if metric in LIKELIHOOD else metric
-
-
-def _over(task: str, haystack: str) -> str:
-    return task if haystack == "-" else f"{task}, haystack: {haystack}"
 
 
 def score_tables(cells: Iterable[Cell]) -> list[Table]:
@@ -109,7 +101,7 @@ def score_table(cells: Sequence[Cell]) -> Table:
     lines = [*zip(labels, *(column(cells, labels, *place) for place in columns), strict=True)]
     metric = next((cell.metric for cell in cells if cell.n), "-")
     unit = f"{metric}{': nats a token, lower is better' if metric in LIKELIHOOD else ''}; {UNIT}"
-    return Table(head, lines, _over(cells[0].task, cells[0].haystack), unit, notes_of(lines))
+    return Table(head, lines, over(cells[0].task, cells[0].haystack), unit, notes_of(lines))
 
 
 def column(cells: Sequence[Cell], labels: Sequence[str], length: int, budget: float) -> list[str]:
