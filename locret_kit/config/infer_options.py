@@ -80,7 +80,7 @@ Name = str | int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text:
+class TextSource:
     """The text."""
 
     file: str | None = None
@@ -88,6 +88,12 @@ class Text:
     `documents`). Of a folder all text files are read that git does not ignore, each under its path."""
     include: Annotated[list[str], Repeatable()] = field(default_factory=list)
     """The files of a folder by name or path, such as '*.py'. Repeat the option to give several patterns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The question."""
+
     question: Questioned = field(default_factory=list)
     """A question about the text, asked through the chat template. Repeat the option to ask several. The text is read
     once, unless the budget is a share of each prompt. Without a question the text is continued."""
@@ -139,17 +145,23 @@ class Generation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Output:
-    """Output."""
+class Messages:
+    """Messages."""
 
-    report: str | None = None
-    """Write all measurements of the run to this JSON file."""
     quiet: bool = False
     """Print only errors and warnings on stderr."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferOptions(Text, Evidence, Many, Backbone, Generation, Output, RunSettings, Machine):
+class Output(Messages):
+    """Output."""
+
+    report: str | None = None
+    """Write all measurements of the run to this JSON file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferOptions(TextSource, Asked, Evidence, Many, Backbone, Generation, Output, RunSettings, Machine):
     """Answer from a long text in a fixed key/value budget.
 
     Examples:
@@ -222,14 +234,9 @@ INFER = Command(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextSource:
-    """The text and the output file."""
+class Stored:
+    """The output file."""
 
-    file: str | None = None
-    """A text file in UTF-8, or a folder; - or nothing reads stdin. A .html, .pdf, .docx or .epub file is converted (extra
-    `documents`). Of a folder all text files are read that git does not ignore, each under its path."""
-    include: Annotated[list[str], Repeatable()] = field(default_factory=list)
-    """The files of a folder by name or path, such as '*.py'. Repeat the option to give several patterns."""
     out: str | None = None
     """The output file; -o is the same. Default: the text's name with the ending .locret, in this folder."""
     append: bool = False
@@ -243,12 +250,10 @@ class TextSource:
     it."""
     chat: bool = True
     """Ask questions through the chat template. Without it nothing follows a question."""
-    quiet: bool = False
-    """Print only errors and warnings on stderr."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadOptions(TextSource, Backbone, RunSettings, Machine):
+class ReadOptions(TextSource, Stored, Messages, Backbone, RunSettings, Machine):
     """Read a text once into a file for locret-ask and locret-chat.
 
     Examples:
@@ -302,14 +307,12 @@ class Questions:
     """A file of questions, one per line; - is stdin."""
     json: bool = False
     """Print one line of JSON per answer, instead of its text."""
-    quiet: bool = False
-    """Print only errors and warnings on stderr."""
     seed: Annotated[int, Interval(ge=0, lt=2**32)] | None = None
     """Seed of sampling. Default: stored in the document."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskOptions(Questions, Evidence, Names, Generation, Machine):
+class AskOptions(Questions, Messages, Evidence, Names, Generation, Machine):
     """Ask about a text that locret-read read.
 
     Examples:

@@ -313,17 +313,12 @@ def _pairs(command: Command[T], known: Mapping[str, Option], argv: list[str]) ->
 
 
 def unknown(name: str, known: Mapping[str, Option], where: str = "") -> str:
-    """Message for an unknown name. It suggests the nearest option: with the same last name elsewhere, in its
-    section, or any. For a section it lists the fields."""
+    """Message for an unknown name. It suggests the option of the same last name in a section, or the nearest. For a section it
+    lists the fields."""
     if inside := [leaf for leaf in known if leaf.startswith(f"{name}.")]:
         return f"{name}{where} is a section; its fields: {', '.join(inside)}"
-    section, _, last = name.rpartition(".")
-    same = [leaf for leaf in known if leaf.endswith(f".{last}")]
-    beside = [leaf for leaf in known if section and leaf.startswith(f"{section}.")]
-    if beside and not same and not nearest(last, [leaf.rpartition(".")[2] for leaf in beside]):
-        return f"unknown key {name!r}{where}. Fields of {section}: {', '.join(beside)}."
-    near = nearest(same[0] if same else name, beside or known)
-    return f"unknown key {name!r}{where}.{near} --help all lists the options"
+    same = [leaf for leaf in known if leaf.endswith(f".{name.rpartition('.')[2]}")]
+    return f"unknown key {name!r}{where}.{nearest(same[0] if same else name, known)} --help all lists the options"
 
 
 def typed(annotation: object, text: str) -> object:

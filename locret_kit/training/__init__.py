@@ -32,8 +32,6 @@ SETTINGS = "settings"
 """Key of a checkpoint: the settings of the run, by dotted name."""
 BAR = ("loss", "recall", "tok/s")
 """Figures that the progress bar shows, where a training has them."""
-
-
 BETAS = (0.9, 0.95)
 """AdamW's two decay rates."""
 
