@@ -63,7 +63,6 @@ def test_errors_say_what_is_missing_and_what_does_it_instead(run, tmp_path, caps
         (["figure", "score-memry", f"out={run}"], "Did you mean 'score-memory'"),
         (["figure", "score-memory"], "out=... is missing"),
         (["table", f"out={run}", "format=latx"], "Did you mean 'latex'"),
-        (["tasks=[passkey]", f"out={run}", "retry=errors"], "every rerun repeats failed examples"),
     ):
         assert main(words) == 1
         assert said in capsys.readouterr().err

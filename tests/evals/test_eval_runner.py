@@ -51,9 +51,9 @@ def lines(out: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def finished(heads, tmp_path_factory) -> Path:
-    """An uninterrupted run."""
+    """An uninterrupted run; a length that is given twice is run once."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    assert main(words(heads, out)) == 0
+    assert main(words(heads, out, lengths="[240,240]")) == 0
     return out
 
 
@@ -95,53 +95,32 @@ def test_a_rerun_does_nothing_and_a_longer_one_what_is_missing(finished, heads, 
     assert figures(out) == figures(finished)
 
 
-def test_a_rerun_with_other_answers_is_refused(heads, tmp_path, capsys):
-    """Their scores would be those of the answers before."""
-    file, out = tmp_path / "mine.jsonl", tmp_path / "run"
-    records = [{"context": "A text.", "question": f"Who is {n}?", "answers": [f"Ann {n}"]} for n in range(2)]
-    given = words(heads, out, tasks=f"[{file}]", policies="[full]", samples=2)
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+def question(name: str, *answers: str) -> dict:
+    return {"context": "A text.", "question": f"Who is {name}?", "answers": list(answers or ["A baker."])}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda asked: [asked[0], question("Ben", "A baker.", "Ben")],
+         "sample=1: the answer is ['A baker.', 'Ben'], and was ['A baker.'] for the rows: choose another out"),
+        (lambda asked: [asked[0], question("Dan")], "sample=1: the prompt differs from that of the rows"),
+        (lambda asked: asked[:1], "mine.jsonl has 1 examples now, and the rows have sample=1: choose another out"),
+    ],
+    ids=["answer", "question", "fewer"],
+)  # fmt: skip
+def test_a_rerun_over_a_changed_file_of_questions_is_refused(heads, tmp_path, capsys, change, said):
+    """Though no row is missing: the table would show the scores of other answers, or still count what is gone."""
+    file, out, asked = tmp_path / "mine.jsonl", tmp_path / "run", [question("Ann"), question("Ben")]
+    given = words(heads, out, tasks=f"[{file},agreement:{file}]", policies="[full]", samples=2)
+    file.write_text("".join(json.dumps(record) + "\n" for record in asked))
     assert main(given) == 0 and main(given) == 0
     before = lines(out)
-    records[1]["answers"].append("Ann")
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    file.write_text("".join(json.dumps(record) + "\n" for record in change(asked)))
     capsys.readouterr()
-    assert main(given) == 1 and lines(out) == before
-    said = "sample=1: the answer is ['Ann 1', 'Ann'], and was ['Ann 1'] for the rows: choose another out"
-    assert said in capsys.readouterr().err
-
-
-def test_a_rerun_with_another_question_is_refused(heads, tmp_path, capsys):
-    """Whichever it is, and though no row is missing: the table would show the answers to the questions before."""
-    file = tmp_path / "mine.jsonl"
-    given = words(heads, tmp_path / "run", tasks=f"[{file}]", policies="[full]", samples=3)
-    for names in (("Ann", "Ben", "Cid"), ("Ann", "Ben", "Dan")):
-        records = [{"context": "A text.", "question": f"Who is {name}?", "answer": "A baker."} for name in names]
-        file.write_text("".join(json.dumps(record) + "\n" for record in records))
-        assert main(given) == (names[-1] == "Dan")
-    assert "sample=2: the prompt differs from that of the rows" in capsys.readouterr().err
-
-
-def test_a_rerun_with_fewer_questions_is_refused(heads, tmp_path, capsys):
-    """The table would still count the answers to those that are gone."""
-    file, out = tmp_path / "mine.jsonl", tmp_path / "run"
-    record = json.dumps({"context": "A text.", "question": "Who?", "answer": "Ann"}) + "\n"
-    given = words(heads, out, tasks=f"[{file},agreement:{file}]", policies="[full]", samples=3)
-    file.write_text(3 * record)
-    assert main(given) == 0
-    before = lines(out)
-    file.write_text(2 * record)
-    capsys.readouterr()
-    assert main(given) == 1 and lines(out) == before
-    assert "mine.jsonl has 2 examples now, and the rows have sample=2: choose another out" in capsys.readouterr().err
+    assert main(given) == 1 and lines(out) == before and said in capsys.readouterr().err
     # All that it asks for are there.
-    assert main(words(heads, out, tasks=f"[{file}]", policies="[full]", samples=2)) == 0
-
-
-def test_a_length_that_is_given_twice_is_run_once(heads, tmp_path):
-    out = tmp_path / "run"
-    assert main(words(heads, out, tasks="[passkey]", policies="[full]", lengths="[240,240]", samples=1)) == 0
-    assert len(lines(out)) == 1
+    assert main(words(heads, out, tasks=f"[{file}]", policies="[full]", samples=1)) == 0
 
 
 def test_folders_by_a_relative_path_have_their_names(heads, tmp_path, monkeypatch):
@@ -388,14 +367,16 @@ def test_a_damaged_configuration_is_one_line(heads, finished, tmp_path, capsys, 
 
 
 def test_a_folder_knows_its_heads_by_their_weights(heads, tmp_path, capsys):
-    """Another checkpoint may come in; one that has changed may not."""
+    """Another checkpoint may come in; one that has changed may not, unless it has no row yet."""
     out, mine, other = tmp_path / "run", tmp_path / "mine", tmp_path / "other"
     few = {"tasks": "[perplexity_prefill]", "policies": "[full,locret]", "samples": 1}
-    RetainingHeads.from_pretrained(heads).save_pretrained(mine)
-    assert main(words(mine, out, **few)) == 0
     changed = RetainingHeads.from_pretrained(heads)
     changed.layers[0].fc1.weight.data[0, 0] += 1
-    changed.save_pretrained(other)
+    for folder in (mine, other):
+        changed.save_pretrained(folder)
+    assert main(words(mine, out, **few | {"policies": "[full]"})) == 0
+    RetainingHeads.from_pretrained(heads).save_pretrained(mine)
+    assert main(words(mine, out, **few)) == 0
     assert main(words(f"[{mine},{other}]", out, **few)) == 0
     rows = {row.heads: row for row in read_rows(out)}
     assert rows.keys() == {"-", "mine", "other"}
@@ -412,36 +393,6 @@ def test_a_folder_knows_its_heads_by_their_weights(heads, tmp_path, capsys):
     assert main(words(mine, out, **few)) == 1
     said = f"holds rows of heads mine with weights={hashes['mine']}, not weights={hashes['other']}: choose another out"
     assert said in capsys.readouterr().err
-
-
-def test_heads_of_which_no_row_was_written_may_change(heads, tmp_path):
-    """They were named for the policies without heads, or the run was stopped before theirs."""
-    out, mine = tmp_path / "run", tmp_path / "mine"
-    few = {"tasks": "[perplexity_prefill]", "budgets": "[32]", "samples": 1}
-    changed = RetainingHeads.from_pretrained(heads)
-    changed.save_pretrained(mine)
-    assert main(words(mine, out, policies="[full]", **few)) == 0
-    changed.layers[0].fc1.weight.data[0, 0] += 1
-    changed.save_pretrained(mine)
-    assert main(words(mine, out, policies="[full,locret]", **few)) == 0
-    assert {row.heads: row.heads_hash for row in read_rows(out)} == {
-        "-": "", "mine": weights_hash(RetainingHeads.from_pretrained(mine)),
-    }  # fmt: skip
-
-
-def test_changed_data_are_noticed(heads, tmp_path, capsys):
-    """With rows missing and without."""
-    text, out = tmp_path / "text.txt", tmp_path / "run"
-    more = {"haystacks": f"[{text}]", "tasks": "[passkey]", "policies": "[streaming]"}
-    text.write_text("The boats came in. Nobody saw them before noon. " * 40)
-    assert main(words(heads, out, samples=1, **more)) == 0
-    text.write_text("The market was closed. A man in a grey coat counted crates. " * 40)
-    _text.cache_clear()  # as another process finds it
-    for samples in (1, 2):
-        capsys.readouterr()
-        assert main(words(heads, out, samples=samples, **more)) == 1
-        assert "sample=0: the prompt differs from that of the rows" in capsys.readouterr().err
-    assert len(lines(out)) == 1
 
 
 def test_a_change_far_from_the_first_prompt_is_noticed(heads, tmp_path, capsys):

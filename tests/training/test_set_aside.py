@@ -128,15 +128,20 @@ def test_val_samples_0_sets_nothing_aside(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("records", "most"),
+    ("records", "most", "said"),
     [
-        ([record(n) for n in range(4)], 3),
-        ([record(0), record(1), record(2), *[{"context": document(n)} for n in range(3, 9)]], 2),
+        ([record(n) for n in range(4)], 3, "a text"),
+        ([record(0), record(1), record(2), *[{"context": document(n)} for n in range(3, 9)]], 2, "a text"),
+        (
+            [record(0, f"Question {q}?") for q in range(20)],
+            0,
+            "19 of 20 records repeat the text of others, .* 0 trains on all",
+        ),
     ],
 )
-def test_more_validation_than_can_be_set_aside_is_one_line(tmp_path, records, most):
+def test_more_validation_than_can_be_set_aside_is_one_line(tmp_path, records, most, said):
     source = jsonl(tmp_path / "few.jsonl", records)
-    words = rf"data\.val_samples={most + 1} sets {most + 1} samples of '.*few\.jsonl' aside, where at most {most} can be: a text"
+    words = rf"data\.val_samples={most + 1} sets {most + 1} samples of '.*few\.jsonl' aside, where at most {most} can be: {said}"
     with pytest.raises(ValueError, match=words):
         samples_of(source, val_samples=most + 1)
     assert len(samples_of(source, val_samples=most).held) == most
@@ -172,14 +177,6 @@ def test_slices_of_one_text_that_overlap_are_validated_and_trained_on(tmp_path):
     trained = {number_of(part[place]) for place in range(len(part.trained))}
     assert len(held) == 8 and len(trained) > 20
     assert all(len(grams(rows[n]["context"]) & known) <= len(grams(rows[n]["context"])) / 2 for n in trained)
-
-
-def test_questions_about_one_text_are_one_line(tmp_path):
-    source = jsonl(tmp_path / "one.jsonl", [record(0, f"Question {q}?") for q in range(20)])
-    words = r"at most 0 can be: 19 of 20 records repeat the text of others, .* 0 trains on all"
-    with pytest.raises(ValueError, match=words):
-        samples_of(source, val_samples=8)
-    assert len(samples_of(source, val_samples=0).sources[source].trained) == 20
 
 
 def test_a_source_whose_texts_another_has_set_aside_is_one_line(tmp_path):
