@@ -323,6 +323,15 @@ def test_questions_about_a_document_begin_alike(tmp_path):
         assert len(tiny_tokenizer()(one.prompt).input_ids) <= 1500
 
 
+@pytest.mark.parametrize("haystack", ["repeated", "pydoc"])
+def test_questions_that_have_no_room_are_an_error(haystack):
+    """One line of the haystack is the least; where it had no room, its prompt was looked for without end."""
+    (task,), tokenizer = find_tasks(["questions"], haystacks=[haystack]), tiny_tokenizer()
+    made = {length: Example(task, tokenizer, length, 0).made() for length in range(230, 360, 10)}
+    assert all(one.error is not None or len(one.ids) <= length for length, one in made.items())
+    assert {"is too short for 4 needles" in str(one.error) for one in made.values()} == {True, False}
+
+
 def test_wordings_are_not_those_of_training():
     trained = [part for fact in (*FACTS, *HELD_FACTS) for part in fact[1:]]
     trained += [*WORDS["prompts"], *WORDS["held_prompts"]]

@@ -220,10 +220,10 @@ def questions_task(haystack: str, text: str | None) -> Task:
             return hidden(body, needles, DEPTHS)[0].rstrip("\n")
 
         room = request.length - longest(document_of("", ["00000"] * PER_DOCUMENT))
-        if room < 1:
-            raise ValueError(f"length={request.length} is too short for {PER_DOCUMENT} needles and a question")
         noise = count(request.tokenizer, NOISE * 8) / 8
         while True:
+            if room < 1:
+                raise ValueError(f"length={request.length} is too short for {PER_DOCUMENT} needles and a question")
             rng = random.Random(state)
             body = NOISE * max(1, int(room / noise)) if text is None else cut(text, request.tokenizer, room, rng)
             keys = _digits(rng, body)
