@@ -36,10 +36,10 @@ BETAS = (0.9, 0.95)
 """AdamW's two decay rates."""
 
 
-def trained_with(cfg: TrainConfig, step: int, recall: float | None) -> dict[str, object]:
+def trained_with(cfg: TrainConfig, set_aside: int, step: int, recall: float | None) -> dict[str, object]:
     """The content of ``TRAINING``: every setting, the samples that were set aside, the step, and the recall on them there."""
     figure = {} if recall is None else {"recall": round(recall, 4)}
-    return {**asdict(cfg), "set_aside": cfg.data.val_samples, "step": step, **figure}
+    return {**asdict(cfg), "set_aside": set_aside, "step": step, **figure}
 
 
 class FrozenTraining(L.LightningModule, ABC):

@@ -33,8 +33,8 @@ from .made import DRAWS, Made, nobody
 
 BLOCK = 512
 """Records that are held at a time of a source that is not held whole."""
-HELD = "held"
-"""Key of a state: hash of the validation samples."""
+HELD, MIXED = "held", "mixed"
+"""Keys of a state: hash of the validation samples, and whether some of them may have been trained on."""
 Held = tuple[list[tuple[int, Sample]], overlap.Grams]
 """Set-aside records by number with their samples, and the 13-grams that are known then."""
 
@@ -388,7 +388,7 @@ class SampleModule(L.LightningDataModule):
         self.cfg, self.tokenizer, self.per_step = data, tokenizer, per_step
         self.samples = Samples(data, tokenizer, seed=seed, write=write)
         """Samples, equal in every process."""
-        self.done = 0
+        self.done, self.mixed = 0, False
 
     def transfer_batch_to_device(self, batch: T, device: torch.device, dataloader_idx: int) -> T:
         """Samples are integers; a step makes the tensor where it is needed."""
@@ -400,10 +400,16 @@ class SampleModule(L.LightningDataModule):
         return sha256(repr(self.samples.held).encode()).hexdigest()[:16]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"done": self.done, HELD: self.held_hash}
+        return {"done": self.done, HELD: self.held_hash, MIXED: self.mixed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.done = state_dict["done"]
+        self.mixed = state_dict.get(MIXED, False) or state_dict.get(HELD, self.held_hash) != self.held_hash
+
+    @property
+    def set_aside(self) -> int:
+        """Validation samples that no step has trained on; 0 once a run has gone on with others."""
+        return 0 if self.mixed else self.cfg.val_samples
 
     def train_dataloader(self) -> DataLoader:
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)

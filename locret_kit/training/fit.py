@@ -265,7 +265,8 @@ def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, saves: SaveEvery
         return None
     folder = module.export(trained, out)
     curves = read_curves(out)
-    write_json(folder / TRAINING, trained_with(cfg, cfg.optim.steps, curves.get("val/recall", {}).get(cfg.optim.steps)))
+    recall = curves.get("val/recall", {}).get(cfg.optim.steps)
+    write_json(folder / TRAINING, trained_with(cfg, data.set_aside, cfg.optim.steps, recall))
     write_curves(curves, folder / "curves.csv")
     return folder
 

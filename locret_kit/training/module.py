@@ -34,7 +34,7 @@ from ..policies.grammar import parse_loss
 from ..samples import Sample
 from ..text.tokens import token_texts
 from . import TRAINING, FrozenTraining, gather, trained_with
-from .data import Step
+from .data import SampleModule, Step
 from .pictures import cis_figure, marked_text, most_kept
 from .strategy import shard
 
@@ -288,7 +288,8 @@ class KeepBest(Callback):
             if isinstance(heads, RetainingHeads):
                 folder = self.folder / mine
                 heads.save_pretrained(folder, self.dtype)
-                write_json(folder / TRAINING, trained_with(module.cfg, trainer.global_step, recall))
+                data = cast(SampleModule, trainer.datamodule)  # type: ignore[attr-defined]
+                write_json(folder / TRAINING, trained_with(module.cfg, data.set_aside, trainer.global_step, recall))
         if trainer.is_global_zero:
             for name in set(self._kept()) - set(best):
                 shutil.rmtree(self.folder / name)

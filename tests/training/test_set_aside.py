@@ -370,3 +370,5 @@ def test_a_run_that_goes_on_with_other_validation_samples_says_so(backbone, tmp_
         assert main(arguments(backbone, out, str(source), f"optim.steps={steps}", *more)) == 0
         said = [line for line in capsys.readouterr().err.splitlines() if " was validated on other samples: " in line]
         assert len(said) == warned, said
+        for heads in (out / "heads", *(out / "best").glob(f"*-step={steps}")):  # of a card that says so
+            assert json.loads((heads / "training.json").read_text())["set_aside"] == (3 if records == 10 else 0)
