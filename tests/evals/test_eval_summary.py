@@ -61,6 +61,7 @@ def test_errors_are_counted_and_left_out_of_the_mean():
     (cell,) = summarize(rows)
     assert (cell.n, cell.errors, cell.mean, cell.stderr) == (2, 1, 0.5, 0.5)
     (only,) = summarize([rows[2]])
+    assert overview([*rows, replace(rows[2], task="other")]).head[-1] == "other, haystack: jargon (-)"
     assert (only.n, only.mean, only.stderr) == (0, None, None)
     assert str(cell) == "0.50 [0.09, 0.91] (n=2, 1 failed)" and str(only) == "- (n=0, 1 failed)"
     assert str(replace(cell, low=None, high=None)) == "0.50 ± 0.50 (n=2, 1 failed)"

@@ -42,10 +42,10 @@ def overview(rows: Iterable[Row]) -> Table | None:
     columns: dict[str, list[Cell]] = {}
     main: list[Cell] = []
     for (task, haystack), members in grouped(rows, lambda row: (row.task, row.haystack)).items():
-        scored = next((row for row in members if row.score is not None), members[0])
+        metric, scores = next(((row.metric, row.scores) for row in members if row.score is not None), ("-", {}))
         main += (cells := summarize(members))
-        columns[f"{over(task, haystack)} ({named(scored.metric)})"] = cells
-        for name in (name for name in FURTHER if name != scored.metric and name in scored.scores):
+        columns[f"{over(task, haystack)} ({named(metric)})"] = cells
+        for name in (name for name in FURTHER if name != metric and name in scores):
             others = (replace(row, score=row.scores.get(name), metric=name) for row in members)
             columns[f"{over(task, haystack)} ({named(name)})"] = summarize(others)
     if len(columns) < 2:
