@@ -27,7 +27,7 @@ from ..cache.saved import CacheFile
 from ..heads import RetainingHeads, loaded
 from ..naming import prefixed_errors, valid_unicode
 from ..policies import Policy
-from ..runtime.drivers import Decoding
+from ..runtime.drivers import driver_of
 from ..runtime.evidence import EvidenceSearch as EvidenceSearch
 from ..runtime.session import Answer, Sampling, prefill
 from ..runtime.thoughts import MAX_THOUGHT, Thought
@@ -287,7 +287,7 @@ class Document:
                 self._reader(self.model, self.text.settled[:end], cache, None)
                 self.cache = cache
         self._tail_loaded = True
-        Decoding(self.model, self.cache)  # on a CPU it prepares the compiled call and its weights
+        driver_of(self.model, self.cache)  # on a CPU it prepares the compiled call and its weights
 
     def _check_sampling(self, sampling: Sampling | None) -> None:
         if self.text.unknown and sampling is not None and (penalty := sampling.repetition_penalty) != 1.0:

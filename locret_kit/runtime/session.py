@@ -21,7 +21,7 @@ from ..policies import Policy
 from ..policies.base import PolicyWarning
 from ..settings import Resolved
 from ..text.tokens import TextStream
-from .drivers import Decoding
+from .drivers import driver_of
 from .engine import Engine
 from .evidence import EvidenceSearch, Passage
 from .report import Report
@@ -145,7 +145,7 @@ def decode(
         ValueError: ``graph=True`` where it is not possible; says why.
     """
     if graph:
-        Decoding(model, cache, graph)  # raises where it is not possible
+        driver_of(model, cache, graph)  # raises where it is not possible
     engine = Engine(model, stop, alone=True, graph=graph)
     if max_new_tokens:
         sequence = engine.resume(Request(prompt, max_new_tokens, sampling or Sampling(), seed), cache, logits)
@@ -216,7 +216,7 @@ class Answer:
         with explain_oom(cache):
             cache.bind(model)
         if graph:
-            Decoding(model, cache, graph)  # raises before minutes of prefill
+            driver_of(model, cache, graph)  # raises before minutes of prefill
         self.cache, self.ids, self.thought, self.max_new_tokens = cache, ids, thought, max_new_tokens
         self._search = search
         self.tokens: list[int] = []

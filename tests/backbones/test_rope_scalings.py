@@ -6,12 +6,11 @@ import tiny_models
 import torch
 from pairwise import pairs
 from rope_oracle import frequencies, logits
+from tiny_decoders.checks import forced
 from tiny_decoders.simulation import Plan
 from tiny_models import tiny_model
 
-from locret_kit import BoundedCache, attach
-from locret_kit.runtime.drivers import Decoding
-from locret_kit.runtime.session import prefill
+from locret_kit import BoundedCache
 
 ORIGINAL, CONTEXT = 64, 256
 """Tokens of the original training, and those that the scaling is for."""
@@ -60,11 +59,7 @@ def test_a_scaling_is_the_formula(name, prompt, budget, positions):
     cache = BoundedCache(
         budget, "streaming", chunk=chunk, local_len=tail, prompt_length=prompt, positions=positions, backend="reference"
     )  # fmt: skip
-    with attach(model), torch.inference_mode():
-        got = [prefill(model, ids[:prompt], cache)]
-        step = Decoding(model, cache)
-        got += [step(token) for token in ids[prompt:]]
-    off = (torch.stack(got) - want[prompt - 1 :]).abs().max() / want.std()
+    off = (forced(model, ids[:prompt], cache, ids[prompt:]) - want[prompt - 1 :]).abs().max() / want.std()
     assert off < 1e-4
 
 

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from checkout import BACKBONE, HEADS
+from decoder_runs import plain
 from interpreted import common  # noqa: F401  (before anything else imports the kernels)
 from policy_runs import tokens
 from tiny_heads import tiny_heads
@@ -24,7 +25,6 @@ from locret_kit.backbones.products import projections
 from locret_kit.cache.backend import TritonBackend
 from locret_kit.cache.folded import fold_heads, folded
 from locret_kit.cache.pages import PagePool
-from locret_kit.runtime.drivers import PlainDriver
 from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.session import prefill
 
@@ -116,7 +116,7 @@ def run(model, heads, way: str, backend: str = "triton") -> tuple[torch.Tensor, 
             if way == "pages":
                 pool.enter(cache)
             assert deepcopy(cache).context.folded is cache.context.folded, "beams share them"
-        step = GraphDriver(model, caches[0]) if way == "graph" else PlainDriver(model)
+        step = GraphDriver(model, caches[0]) if way == "graph" else plain(model)
         logits = torch.stack([step(caches, [token] * len(caches)) for token in (5, 6, 7)])
     return logits, [rows.slots("scores") for cache in caches for rows in cache.bounded]
 

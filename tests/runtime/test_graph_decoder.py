@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decoder_runs import STEPS, decoded, same
+from decoder_runs import STEPS, decoded, plain, same
 from policy_runs import answer, backbone, make, tokens
 from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)
 
@@ -14,8 +14,8 @@ from locret_kit.cache import graphs
 from locret_kit.cache import step as steps
 from locret_kit.cache.due import Schedule
 from locret_kit.runtime import drivers
-from locret_kit.runtime.drivers import PlainDriver, logits_after
 from locret_kit.runtime.drivers import graph as driver
+from locret_kit.runtime.drivers import logits_after
 from locret_kit.runtime.drivers.capture import SyncDetector, warn
 from locret_kit.runtime.drivers.dense import DenseStep
 from locret_kit.runtime.drivers.graph import GraphDriver
@@ -68,7 +68,7 @@ def gone_on(form, policy: str, positions: str, between) -> torch.Tensor:
 
 
 def plain_token(model, cache, n):
-    return None if n % 7 != 5 else PlainDriver(model)([cache], [2 + 37 * n % 95])[0]
+    return None if n % 7 != 5 else plain(model)([cache], [2 + 37 * n % 95])[0]
 
 
 def plain_piece(model, cache, n):
@@ -76,7 +76,7 @@ def plain_piece(model, cache, n):
 
 
 def token_that_is_taken_back(model, cache, n):
-    if n % 9 == 7 and PlainDriver(model)([cache], [5]) is not None:
+    if n % 9 == 7 and plain(model)([cache], [5]) is not None:
         cache.take_back(1)  # where the policy lets it be
 
 
@@ -88,7 +88,7 @@ def token_that_is_taken_back(model, cache, n):
     ],
 )  # fmt: skip
 def test_a_graph_goes_on_after_tokens_that_came_in_another_way(policy, positions, between):
-    forms = TapedDecoder, lambda model, _: PlainDriver(model)
+    forms = TapedDecoder, lambda model, _: plain(model)
     mine, theirs = (gone_on(form, policy, positions, between) for form in forms)
     torch.testing.assert_close(mine, theirs, rtol=0, atol=3e-6)
 
@@ -102,7 +102,7 @@ def test_texts_without_pages_share_a_forward_and_one_alone_has_a_graph(monkeypat
         steps.append(TapedDecoder(model, cache))
         return steps[-1]
 
-    monkeypatch.setattr(drivers, "_chosen", taped)
+    monkeypatch.setitem(drivers.DRIVERS, "taped", taped)
 
     def answers(*counts: int) -> list[list[int]]:
         engine = Engine(backbone(), frozenset())

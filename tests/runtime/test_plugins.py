@@ -71,17 +71,21 @@ class WideAdaptive(Adaptive):
     layout = "wide"
 '''
 DRIVER = """
-from locret_kit.runtime.drivers import DRIVERS
-from locret_kit.runtime.drivers import PlainDriver
+import torch
+
+from locret_kit.runtime.drivers import DRIVERS, Driver, logits_after
 
 
-class Listening(PlainDriver):
+class Listening(Driver):
     name = "listening"
     heard = []
 
+    def __init__(self, model):
+        self.model = model
+
     def __call__(self, caches, tokens):
         self.heard += tokens
-        return super().__call__(caches, tokens)
+        return logits_after(self.model, caches, torch.tensor([tokens]), [1] * len(caches)).float()
 
 
 @DRIVERS.register("listening")

@@ -5,10 +5,16 @@ from policy_runs import held
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.libraries import CACHE
+from locret_kit.runtime.drivers import logits_after
 from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.session import prefill
 
 STEPS = 45
+
+
+def plain(model):
+    """The plain forward, as a driver."""
+    return lambda caches, tokens: logits_after(model, caches, torch.tensor([tokens]), [1] * len(caches)).float()
 
 
 def decoded(model, cache: BoundedCache, ids: list[int], form=None, steps: int = STEPS):

@@ -14,8 +14,7 @@ from tiny_tokenizer import tiny_tokenizer
 from locret_kit import BoundedCache, RetainingHeads, attach
 from locret_kit.config.recipes import load_config
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.runtime.drivers import Decoding
-from locret_kit.runtime.session import prefill
+from locret_kit.runtime.session import decode, prefill
 from locret_kit.samples import Sample
 from locret_kit.serving.engine_thread import EngineThread
 from locret_kit.settings import RunSettings
@@ -67,8 +66,4 @@ def answer(model, heads, ids):
         logits = prefill(model, ids, cache)
         windows = cache.context.spec.windows
         assert {rows for rows, window in zip(cache.kept_rows, windows, strict=True) if window is None} == {BUDGET}
-        step, tokens, token = Decoding(model, cache), [], int(logits.argmax())
-        while token != end and len(tokens) < NEW:
-            tokens.append(token)
-            token = int(step(token).argmax())
-    return tokens
+        return list(decode(model, cache, logits, prompt=ids, max_new_tokens=NEW, stop=frozenset({end})))

@@ -40,20 +40,6 @@ class Driver(Protocol):
         """Logits ``[texts, V]`` (float32) after one token more of each text."""
 
 
-class PlainDriver(Driver):
-    """One forward for a token of each text."""
-
-    name = "dynamic"
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-
-    def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
-        """Logits ``[N, V]`` (float32) after one more token of each of ``N`` texts."""
-        ids = torch.tensor([tokens], device=self.model.device)
-        return logits_after(self.model, caches, ids, [1] * len(caches)).float()
-
-
 def logits_after(
     model: PreTrainedModel, caches: Sequence[BoundedCache], ids_1T: Tensor, counts: Sequence[int]
 ) -> Tensor:
@@ -74,12 +60,12 @@ def logits_after(
 
 
 DRIVERS: Registry[Callable[[PreTrainedModel, BoundedCache, bool | None], Driver | None]] = Registry("driver")
-"""Makers of a cache's driver. Each takes the model, the cache and ``graph`` (see ``Decoding``). It returns a driver, or None to
+"""Makers of a cache's driver. Each takes the model, the cache and ``graph`` (see ``driver_of``). It returns a driver, or None to
 leave the cache to the next; it raises NoDriver where the plain forward is due. The newest is asked first."""
 
 
-class Decoding:
-    """The driver of one cache. ``decoding(token)`` gives the logits ``[V]`` after a token.
+def driver_of(model: PreTrainedModel, cache: BoundedCache, graph: bool | None = None) -> Driver | None:
+    """The driver of a cache's next tokens; None for the plain forward. ``cache.counters.decoding`` names it, or says why.
 
     Args:
         model: attached.
@@ -89,44 +75,25 @@ class Decoding:
     Raises:
         ValueError: ``graph=True`` where it is not possible; says why. A reason may also show after a few tokens.
     """
-
-    def __init__(self, model: PreTrainedModel, cache: BoundedCache, graph: bool | None = None) -> None:
-        model = unwrapped(model)
-        self._cache, self._graph, self._plain = cache, graph, PlainDriver(model)
-        self._driver: Driver | None = None
-        try:
-            self._driver = _chosen(model, cache, graph)
-            cache.counters.decoding = (self._driver or self._plain).name
-        except NoDriver as reason:
-            self._refuse(str(reason))
-
-    def __call__(self, token: int) -> Tensor:
-        """Logits ``[V]`` after the token."""
-        return (self.next_driver() or self._plain)([self._cache], [token])[0]
-
-    def next_driver(self) -> Driver | None:
-        """The driver of the next token; None for the plain forward."""
-        if self._driver is None or self._driver.ready(self._cache):
-            return self._driver
-        reason = self._driver.refusal(self._cache)
-        if reason is not None:  # it was found on the way
-            self._refuse(reason)
-        return None
-
-    def _refuse(self, reason: str) -> None:
-        if self._graph:
-            raise ValueError(f"graph=True is not possible here: {reason}")
-        self._driver, self._cache.counters.decoding = None, f"dynamic: {reason}"
-
-
-def _chosen(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> Driver | None:
-    """The driver that is asked for on the model's device, if any. Raises NoDriver where it does not take the cache."""
+    model = unwrapped(model)
     load_installed()
-    asked = (make(model, cache, graph) for make in reversed(DRIVERS.values()))
-    driver = next((made for made in asked if made is not None), None)
-    if driver is not None and (reason := driver.refusal(cache)) is not None:
-        raise NoDriver(reason)
+    try:
+        asked = (make(model, cache, graph) for make in reversed(DRIVERS.values()))
+        driver = next((made for made in asked if made is not None), None)
+        if driver is not None and (reason := driver.refusal(cache)) is not None:
+            raise NoDriver(reason)
+    except NoDriver as reason:
+        refuse(cache, graph, str(reason))
+        return None
+    cache.counters.decoding = "dynamic" if driver is None else driver.name
     return driver
+
+
+def refuse(cache: BoundedCache, graph: bool | None, reason: str) -> None:
+    """Note why the plain forward makes a cache's tokens. Raises ValueError where a graph was asked for."""
+    if graph:
+        raise ValueError(f"graph=True is not possible here: {reason}")
+    cache.counters.decoding = f"dynamic: {reason}"
 
 
 @DRIVERS.register("graph")
@@ -152,7 +119,7 @@ def prepare(model: PreTrainedModel) -> None:
 
 def chunk_driver(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> GraphDriver | None:
     """Driver of a prompt's chunks by CUDA graphs; None if that is impossible or few chunks are left. ``graph`` is as in
-    ``Decoding``, but nothing is refused."""
+    ``driver_of``, but nothing is refused."""
     s, seen = cache.schedule, cache.get_seq_length()
     left = (s.body or 0) - seen
     worth = seen and s.chunk > 1 and not s.one_shot and left >= CHUNKS * s.chunk

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from ...cache.bounded import BoundedCache
 from ..sequence import Sequence
-from . import Decoding, Driver, chunk_driver
+from . import Driver, chunk_driver, driver_of, refuse
 from .capture import NoDriver, warn
 from .graph import MOST_GRAPHS, GraphDriver
 from .texts import TextsDriver, graph_key
@@ -25,7 +25,7 @@ class Drivers:
 
     def __init__(self, model: PreTrainedModel, graph: bool | None, alone: bool) -> None:
         self.model, self.graph, self.alone = model, graph, alone
-        self._decoding: dict[BoundedCache, Decoding] = {}
+        self._tokens: dict[BoundedCache, Driver | None] = {}
         self._chunks: dict[BoundedCache, GraphDriver] = {}
         self.of_texts: dict[Hashable, TextsDriver] = {}
         """Graphs of texts that are alike, by ``graph_key``."""
@@ -48,7 +48,7 @@ class Drivers:
     def keep(self, running: Iterable[Sequence]) -> None:
         """Forget the drivers of sequences that have ended."""
         caches = {sequence.cache for sequence in running}
-        self._decoding = {cache: driver for cache, driver in self._decoding.items() if cache in caches}
+        self._tokens = {cache: driver for cache, driver in self._tokens.items() if cache in caches}
         self._chunks = {cache: driver for cache, driver in self._chunks.items() if cache in caches}
 
     def _of_chunk(self, sequence: Sequence, cache: BoundedCache, running: Several[Sequence]) -> Driver | None:
@@ -62,9 +62,14 @@ class Drivers:
 
     def _of_token(self, sequence: Sequence, cache: BoundedCache, running: Several[Sequence]) -> Driver | None:
         self._chunks.pop(cache, None)  # and with it a chunk's memory
-        if cache not in self._decoding:
-            self._decoding[cache] = Decoding(self.model, cache, self.graph)
-        driver = self._decoding[cache].next_driver()
+        if cache not in self._tokens:
+            self._tokens[cache] = driver_of(self.model, cache, self.graph)
+        driver = self._tokens[cache]
+        if driver is not None and not driver.ready(cache):
+            if (reason := driver.refusal(cache)) is not None:  # it was found on the way
+                refuse(cache, self.graph, reason)
+                self._tokens[cache] = None
+            return None
         if driver is None or driver.shares or self.alone:
             return driver
         return self._of_several(cache, running) or (driver if len(running) == 1 else None)

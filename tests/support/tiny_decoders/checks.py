@@ -29,7 +29,6 @@ from locret_kit.naming import first_line
 from locret_kit.planning.backbone_sizes import BackboneSizes
 from locret_kit.planning.inference_plan import Setting, cache_bytes
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.runtime.drivers import Decoding
 from locret_kit.runtime.engine import Engine, Request
 from locret_kit.runtime.session import prefill
 from locret_kit.settings import RunSettings
@@ -50,6 +49,21 @@ ROUNDING = {torch.float64: 1e-4, torch.float32: 2e-3}
 """Largest difference of logits: transformers' own kernels compute parts of a float64 model in float32."""
 TIE = 1e-7
 """Relative difference of two scores that rounding may turn round."""
+
+
+def forced(model: Any, ids: list[int], cache: BoundedCache, more: list[int]) -> Tensor:
+    """Logits ``[len(more) + 1, V]`` of an engine after a prompt and after each of ``more`` tokens."""
+    logits, tokens = [], iter([*more, 0])
+
+    def choose(logits_V: Tensor) -> int:
+        logits.append(logits_V)
+        return next(tokens)
+
+    engine = Engine(model, frozenset(), alone=True)
+    engine.add(Request(ids, len(more) + 1, choose=choose), lambda: cache)
+    while engine.running:
+        engine.step()
+    return torch.stack(logits)
 
 
 class Wrong(Exception):
@@ -217,10 +231,8 @@ class Subject:
 
     def read(self, model: Any, cache: BoundedCache, more: list[int]) -> Tensor:
         """Logits ``[len(more) + 1, V]`` of the kit's own reading and decoding."""
-        with attach(model), torch.inference_mode():
-            logits, step = [prefill(model, self.ids, cache)], Decoding(model, cache)
-            logits += [step(token) for token in more]
-        return torch.stack(logits).to(model.dtype)
+        with attach(model):
+            return forced(model, self.ids, cache, more).to(model.dtype)
 
     # ---- a budget as long as the text ----------------------------------------------------------------------------------
 
