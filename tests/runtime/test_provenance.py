@@ -1,6 +1,7 @@
 """Where figures come from: hashes of weights, commits, and what rows and reports say of them."""
 
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,3 +76,14 @@ def test_there_need_not_be_a_commit(monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess, "run", no_git)
     assert report.versions().keys() == {"python", "torch", "transformers", "locret_kit"}
     commit.cache_clear()
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="other systems count a program's memory in another way"
+)
+def test_a_peak_is_that_of_the_program_alone():
+    """A notebook that holds a model starts a command: its report has the memory of the command."""
+    held = b"1" * 2**30
+    program = "import torch; from locret_kernels.provenance import peak_memory; print(peak_memory(torch.device('cpu')))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert 2**26 < int(done.stdout) < len(held)
