@@ -36,7 +36,7 @@ def test_policies(policy):
     positions = ("compact", "original", "clipped(60)")[SOME.index(policy) % 3]
     # No token twice: scores of the first layer are those of the token alone, and rounding would decide between equals.
     ids = (2 + torch.randperm(95, generator=torch.Generator().manual_seed(0))[:50]).tolist()
-    caches = [make(policy, positions=positions, length=len(ids), chunk=7) for _ in range(2)]
+    caches = [make(policy, positions=positions, length=len(ids), chunk=5) for _ in range(2)]
     same(backbone(), caches, ids, compiled)
     assert caches[0].counters.evictions >= 8
 
@@ -86,7 +86,7 @@ def test_few_bits(policy, bits):
     """The call reads codes as they are; rows whose group is full are quantised after it, as the plain forward would, and in 8
     bits each row by the call itself."""
     caches = [make(policy, kv_bits=bits, length=LENGTH, chunk=60) for _ in range(2)]
-    same(backbone(), caches, tokens(), compiled, 1e-3 if bits == 8 else 3e-5)
+    same(backbone(), caches, tokens(), compiled, 1e-3 if bits == 8 else 3e-5, steps=45)
     for mine, theirs in zip(*(cache.bounded for cache in caches), strict=True):
         if bits == 8:
             torch.testing.assert_close(mine.slots("keys"), theirs.slots("keys"), rtol=0, atol=1e-2)

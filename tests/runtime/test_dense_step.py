@@ -59,7 +59,7 @@ def test_families(family):
 )  # fmt: skip
 def test_kernels_and_folded_heads(family, policy, driver):
     """Products by Triton's kernel, scores by heads that are folded where nothing stands between; a text alone in a pool too."""
-    model = model_of(family, num_hidden_layers=2)
+    model = model_of(family, num_hidden_layers=1)
     heads = tiny_heads(model, 32, seed=3)
     made: list[DenseStep] = []
 

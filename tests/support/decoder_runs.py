@@ -9,7 +9,7 @@ from locret_kit.runtime.drivers import logits_after
 from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.session import prefill
 
-STEPS = 45
+STEPS = 30
 
 
 def plain(model):

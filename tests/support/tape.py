@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from locret_kit.cache import context
 from locret_kit.cache.backend import BACKENDS
@@ -39,7 +38,9 @@ class Tape(TorchDispatchMode):
 
     def replay(self) -> None:
         for func, args, kwargs, out in self.calls:
-            for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
+            again = func(*args, **kwargs)
+            several = isinstance(out, tuple | list)
+            for old, new in zip(out, again, strict=True) if several else [(out, again)]:
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():  # neither a view nor in place
                     old.copy_(new)
 

@@ -38,7 +38,7 @@ from .rows import Row
 from .shrink import tiny_decoder
 from .simulation import Plan, Run, Unknown, before_rotation, simulate
 
-PROMPT, NEW = 160, 8
+PROMPT, NEW = 160, 4
 """Tokens of the text and of its answer."""
 BUDGET, CHUNK, TAIL, STABILIZERS = 48, 32, 12, 8
 MIDDLE = 96
@@ -402,8 +402,9 @@ class Subject:
                     raise sequence.error
             return [sequence.tokens for sequence in running]
 
-        alone = [*tokens(texts[:1]), *tokens(texts[1:])]
-        if (both := tokens(texts)) != alone:
+        with attach(self.model):
+            alone, both = [*tokens(texts[:1]), *tokens(texts[1:])], tokens(texts)
+        if both != alone:
             raise Wrong(f"tokens {both} instead of {alone}")
 
     def plan(self) -> None:
