@@ -7,6 +7,7 @@ the rounding of the shared matrix products below.
 import time
 from collections import abc
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain, islice
 from typing import Any, Self, TypeVar
@@ -139,6 +140,10 @@ class Engine:
         for sequence in list(self.running) if sequences is None else sequences:
             sequence.end("error", error)
         self._let_go()
+
+    def attached(self) -> AbstractContextManager[None]:
+        """A block that attaches the model once for all its steps: that takes longer than a token of a small model."""
+        return attached(self.model)
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:

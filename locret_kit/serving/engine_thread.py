@@ -201,28 +201,37 @@ class EngineThread:
                     request.on_change()
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                while True:
-                    for request in [request for request in self._admission.active if request.cancelled]:
-                        assert request.sequence is not None
-                        self._engine.cancel(request.sequence)
-                        self._notify(request)  # now: the next step counts on its cache
-                    for request in self._admission.admit():
-                        self._notify(request)
-                    if self._engine.running:
-                        break
-                    if self._stopping and not self._admission.queue:
-                        return
-                    self._changed.wait()
-            try:
-                self._engine.step()
-            except Exception as error:  # of one text or one forward, the batch has caught it already
-                LOG.exception("a step failed")
-                self._engine.fail(error)
-            self.counters.forwards += 1
-            for request in list(self._admission.active):
-                self._notify(request)
+        while self._admitted(wait=True):
+            with self._engine.attached():
+                self._step()
+                while self._admitted(wait=False):
+                    self._step()
+
+    def _admitted(self, *, wait: bool) -> bool:
+        """Whether a request runs, now that those with room were admitted; waits for one, or for the end."""
+        with self._changed:
+            while True:
+                for request in [request for request in self._admission.active if request.cancelled]:
+                    assert request.sequence is not None
+                    self._engine.cancel(request.sequence)
+                    self._notify(request)  # now: the next step counts on its cache
+                for request in self._admission.admit():
+                    self._notify(request)
+                if self._engine.running:
+                    return True
+                if not wait or (self._stopping and not self._admission.queue):
+                    return False
+                self._changed.wait()
+
+    def _step(self) -> None:
+        try:
+            self._engine.step()
+        except Exception as error:  # of one text or one forward, the batch has caught it already
+            LOG.exception("a step failed")
+            self._engine.fail(error)
+        self.counters.forwards += 1
+        for request in list(self._admission.active):
+            self._notify(request)
 
     def _notify(self, request: ServerRequest) -> None:
         """Notify a request of a change, and release it after its end."""

@@ -17,6 +17,7 @@ from real_templates import real_tokenizer
 from served import LIMITS, SETTINGS, ask, new_engine, random_ids, running_engine, serving
 
 from locret_kit import BoundedCache, Document
+from locret_kit.backbones.intercept import Attachment
 from locret_kit.backbones.spec import spec_of
 from locret_kit.naming import show
 from locret_kit.planning.inference_plan import Setting
@@ -274,6 +275,14 @@ def test_saved_caches_that_do_not_fit_are_refused_with_their_sentence(url, tmp_p
         shown = uploaded(url, "a.locret", flipped if "damaged" in words else data)
         assert shown["status"] == "failed" and words in shown["error"] and shown["error"].startswith("a.locret")
         assert deleted(url, shown)
+
+
+def test_a_model_is_attached_once_for_all_tokens_of_an_answer(engine, monkeypatch):
+    """That takes longer than a token of a small model."""
+    starts, real = [], Attachment.start
+    monkeypatch.setattr(Attachment, "start", lambda self: starts.append(1) or real(self))
+    assert len(ask(engine, "anna", random_ids(150, 1), tokens=6).sequence.tokens) == 6
+    assert len(starts) == 1
 
 
 # ---- bounds ------------------------------------------------------------------------------------------------------------
