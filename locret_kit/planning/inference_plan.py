@@ -130,9 +130,9 @@ class Setting:
         """Whether the budget bounds the cache."""
         return not self.policy.keeps_everything
 
-    def capacities(self, layers: int) -> list[int]:
+    def capacities(self, spec: BackboneSpec) -> list[int]:
         """Rows of a key/value head of each full-attention layer."""
-        s = self.schedule
+        s, layers = self.schedule, spec.windows.count(None)
         if not self.evicts:
             return [self.context] * layers
         shares = self.policy.layer_budgets(s.budget, layers, s.chunk, s.stabilizers, s.tail, self.context)
@@ -184,7 +184,7 @@ def cache_bytes(spec: BackboneSpec, setting: Setting) -> int:
     """
     policy, bits, chunk = setting.policy, setting.run.kv_bits, setting.schedule.chunk
     dtype = getattr(torch, setting.dtype)
-    capacities = iter(setting.capacities(sum(window is None for window in spec.windows)))
+    capacities = iter(setting.capacities(spec))
     # Layers of equal sizes and capacities hold equal buffers: each kind is laid out once, on no device.
     kinds = Counter((replace(layer, index=0), next(capacities) if layer.window is None else 0) for layer in spec.layers)
     stored = scratch = 0
@@ -220,7 +220,7 @@ def plan_inference(backbone: BackboneSizes, setting: Setting) -> Plan:
     """Memory of reading ``setting.context`` tokens chunk by chunk (compact positions), and decoding after it."""
     spec, item, policy = backbone.spec, ITEM_BYTES[setting.dtype], setting.policy
     T = min(PIECE if setting.run.one_shot else setting.chunk, setting.context)
-    S = min(max(setting.capacities(sum(window is None for window in spec.windows)), default=0), setting.context)
+    S = min(max(setting.capacities(spec), default=0), setting.context)
     q, k = T * spec.n_heads * spec.head_dim, T * spec.n_kv_heads * spec.head_dim
     rows, kinds = S * spec.n_kv_heads * spec.head_dim, len(set(spec.windows))
     # Through a whole layer: embeddings, residual, normalised hidden states.

@@ -42,12 +42,12 @@ class Thought:
 
     @classmethod
     def after(
-        cls, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], *, max_tokens: int | None, apart: bool = True
+        cls, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], *, max_tokens: int | None
     ) -> Thought | None:
         """The thought of an answer to a prompt; None where the model marks none."""
         form = answer_form(tokenizer)
         opened = form.thinks and form.opened(str(tokenizer.decode([token for token in prompt[-64:] if token >= 0])))
-        return cls(tokenizer, opened=opened, max_tokens=max_tokens, apart=apart) if form.thinks else None
+        return cls(tokenizer, opened=opened, max_tokens=max_tokens) if form.thinks else None
 
     @property
     def within(self) -> bool:
