@@ -32,7 +32,7 @@ from ..runtime.evidence import EvidenceSearch as EvidenceSearch
 from ..runtime.session import Answer, Sampling, prefill
 from ..runtime.thoughts import MAX_THOUGHT, Thought
 from ..settings import RunSettings
-from ..text.template import Objects, protected_spans, render_messages
+from ..text.template import Objects, protected_spans
 from ..text.tokens import hash_ids
 from ..text.untrusted import Span
 from .conversation import Chat
@@ -191,7 +191,7 @@ class Document:
         """Token ids of the whole prompt; zeros for those that are not known.
 
         Raises:
-            ValueError: the chat template puts something else before the document than without the question.
+            ValueError: the chat template's text before the document depends on the question.
         """
         return self.text.prompt(question)
 
@@ -201,10 +201,7 @@ class Document:
         Raises:
             ValueError: the chat template's text before the document depends on the conversation.
         """
-        before, after = render_messages(self.tokenizer, messages, about=True)
-        if before != self.text.before:
-            raise ValueError("the chat template's text before the document depends on the conversation")
-        return self.text.ids_before(after)
+        return self.text.conversation(messages)
 
     def protected(self, prompt: Sequence[int]) -> list[Span]:
         """Token spans of a prompt that the setting ``protect`` names, except the first tokens."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from ..text.template import has_template, render_prompt
+from ..text.template import Objects, has_template, render_messages, render_prompt
 from ..text.tokens import IdStream
 from ..text.untrusted import defused_pieces
 
@@ -29,7 +29,7 @@ class DocumentText:
     @classmethod
     def begin(cls, tokenizer: PreTrainedTokenizerBase, chat: bool, max_tokens: int | None = None) -> DocumentText:
         """An empty text. Raises ValueError for a slow tokenizer."""
-        before = render_prompt(tokenizer, "", "", chat=chat)[0]
+        before = render_prompt(tokenizer, "", chat=chat)[0]
         stream = open_stream(tokenizer, chat)
         stream.max_tokens = max_tokens
         stream.feed(before)
@@ -108,25 +108,27 @@ class DocumentText:
         return self._with_unknown(self.stream.finish(after))
 
     def prompt(self, question: str) -> array[int]:
-        """Token ids of the whole prompt; zeros for unknown ids.
+        """Token ids of the whole prompt; zeros for unknown ids. Raises ValueError as ``conversation``."""
+        if self.chat:
+            return self.conversation([{"role": "user", "content": question}])
+        return self.ids_before(render_prompt(self.tokenizer, question, chat=False)[1])
+
+    def conversation(self, messages: Objects) -> array[int]:
+        """Token ids of the chat template's prompt of a conversation about the document; zeros for unknown ids.
 
         Raises:
-            ValueError: the chat template's text before the document depends on the question.
+            ValueError: the chat template's text before the document depends on the conversation.
         """
-        # What was read stays what it is, also where a template tells the date.
-        for _ in range(3):
-            empty, _ = render_prompt(self.tokenizer, "", "", chat=self.chat)
-            before, after = render_prompt(self.tokenizer, "", question, chat=self.chat)
-            if before == empty:  # otherwise a clock may have moved in between
-                break
-        else:
-            if before == render_prompt(self.tokenizer, "", question, chat=self.chat)[0]:
-                raise ValueError("the chat template's text before the document depends on the question")
+        # What was read stays what it is. A template that tells the date has another text now.
+        empty = render_prompt(self.tokenizer, "")[0]
+        before, after = render_messages(self.tokenizer, messages, about=True)
+        if before != empty == render_prompt(self.tokenizer, "")[0]:  # otherwise a clock has moved in between
+            raise ValueError("the chat template's text before the document depends on the conversation")
         return self.ids_before(after)
 
     def before_questions(self, local_len: int) -> int:
         """Number of tokens before the tail of ``local_len`` tokens that even the shortest question holds back."""
-        after = render_prompt(self.tokenizer, "", "?", chat=self.chat)[1]
+        after = render_prompt(self.tokenizer, "?", chat=self.chat)[1]
         # Some tokenizers join a question's first letters to what precedes: two tokens fewer.
         return self.unknown + min(len(self.stream.finish(after)) - local_len - 2, len(self.stream.ids))
 
@@ -139,7 +141,7 @@ class DocumentText:
         text = self.copy()
         stream = text.stream
         stream.forget()
-        question = render_prompt(self.tokenizer, "", "What?", chat=self.chat)[1]
+        question = render_prompt(self.tokenizer, "What?", chat=self.chat)[1]
         if stream.finish(question) != self.stream.finish(question):
             raise ValueError("the last token of the text depends on the question: it cannot be saved without its text")
         ids, stream.ids = text.settled, array("i")

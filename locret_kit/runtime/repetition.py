@@ -135,7 +135,7 @@ class KVzip:
             raise ValueError(f"the prompt's {len(ids)} tokens must be above local_len={tail}")
         context = ids[: len(ids) - tail]
         # between a request and its answer: of a template, from the end of a user's turn to the assistant's first word
-        suffix = render_prompt(tokenizer, "", "", chat=True)[1].removeprefix("\n\n") if chat else "\n"
+        suffix = render_prompt(tokenizer, "")[1].removeprefix("\n\n") if chat else "\n"
         asked = list(requests(partial(tokenizer.encode, add_special_tokens=False), context, suffix))
         longest, scores = max(len(request) for _, _, request in asked), []
         cache = BoundedCache(settings.budget, POLICY, prompt_length=len(ids) + longest, positions=settings.positions)

@@ -35,7 +35,7 @@ class Refusal(ValueError):
     """A chat template refuses a conversation."""
 
 
-def render_prompt(tokenizer, document: str, question: str, *, chat: bool = True) -> tuple[str, str]:
+def render_prompt(tokenizer, question: str, *, chat: bool = True) -> tuple[str, str]:
     """The text before and after a long document, so that `before + document + after` is the prompt.
 
     The document comes first, then a blank line, then the question. With `chat` the prompt is the chat template's
@@ -47,11 +47,7 @@ def render_prompt(tokenizer, document: str, question: str, *, chat: bool = True)
     """
     if not chat:
         return "", f"\n\n{question}"
-    if not has_template(tokenizer):
-        return "", f"\n\n{defused(tokenizer, question)}\n"
-    marker = _marker([document, question])
-    text = render(tokenizer, [{"role": "user", "content": f"{marker}\n\n{question}"}], generation=True)
-    return _split(text, marker, "the document")
+    return render_messages(tokenizer, [{"role": "user", "content": question}], about=True)
 
 
 def prompt_ids(tokenizer, text: Iterable[str], question: str | None, *, chat: bool = True) -> array:
@@ -59,7 +55,7 @@ def prompt_ids(tokenizer, text: Iterable[str], question: str | None, *, chat: bo
     question."""
     special = True
     if question is not None:
-        before, after = render_prompt(tokenizer, "", question, chat=chat)
+        before, after = render_prompt(tokenizer, question, chat=chat)
         text = chain([before], defused_pieces(tokenizer, text, before) if chat else text, [after])
         special = not (chat and has_template(tokenizer))
     return stream_ids(tokenizer, text, special=special)

@@ -58,7 +58,7 @@ class Writer:
         return {row["prompt"]: row["answer"] for row in mine}
 
     def _prompt(self, document: str, request: str) -> str:
-        before, after = render_prompt(self.tokenizer, document, request)
+        before, after = render_prompt(self.tokenizer, request)
         return f"{before}{defused(self.tokenizer, document)}{after}"
 
     def _answer(self, prompt: str) -> str:

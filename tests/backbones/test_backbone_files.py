@@ -124,7 +124,7 @@ def test_a_template_that_runs_wild_is_one_line(backbone):
     for loop, said in (("999999", "refuses"), ("9999999", "holds 9999999: numbers are"), ("10**9", "computes a power")):
         tokenizer.chat_template = f"{{% for i in range({loop}) %}}x{{% endfor %}}"
         with pytest.raises(ValueError, match=f"the chat template {said}"):
-            render_prompt(tokenizer, "text", "question")
+            render_prompt(tokenizer, "question")
 
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d7a2146' * 8}\nsize 269060552\n"

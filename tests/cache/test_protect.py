@@ -30,7 +30,7 @@ REFUSES = CHAT.replace(
 
 
 def ids_of(tokenizer, document: str, question: str):
-    return stream_ids(tokenizer, ["".join((before := render_prompt(tokenizer, "", question))[:1]), document, before[1]])
+    return stream_ids(tokenizer, ["".join((before := render_prompt(tokenizer, question))[:1]), document, before[1]])
 
 
 def shown(tokenizer, ids, protect) -> list[str]:

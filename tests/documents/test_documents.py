@@ -21,7 +21,7 @@ FAMILIES = ("llama", "gemma3")
 
 def ids_of(tokenizer, text: str, question: str) -> list[int]:
     """The prompt as one call of the tokenizer."""
-    before, after = render_prompt(tokenizer, "", question)
+    before, after = render_prompt(tokenizer, question)
     return tokenizer(before + text + after, add_special_tokens=False).input_ids
 
 

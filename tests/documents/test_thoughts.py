@@ -105,6 +105,21 @@ def test_dropped_thoughts_about_a_document(policy):
     assert chat.turns[-1].answer == last and len(chat.turns) == len(QUESTIONS)
 
 
+def test_a_template_that_tells_the_date_goes_on_another_day(monkeypatch):
+    """What was read keeps the date of its day."""
+    model, tokenizer, _ = parts()
+    monkeypatch.setattr(tokenizer, "chat_template", "Monday" + OPENED)
+    document = Document.read(model, tokenizer, text_of(260), None, "h2o", **SETTINGS)
+    monkeypatch.setattr(tokenizer, "chat_template", "Tuesday" + OPENED)
+    chat = talk("h2o", document, thoughts="dropped")
+    for question in QUESTIONS[:2]:
+        list(chat.say(question))
+        assert list(chat.answer.ids)[: document.tokens - 1] == list(document.ids)[:-1]
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages | length }}" + OPENED)
+    with pytest.raises(ValueError, match="before the document depends on the conversation"):
+        list(chat.say("Why?"))
+
+
 def test_pinned_thoughts_stay_and_the_oldest_go_when_there_is_no_room():
     chat = talk("h2o", run=RunSettings(budget=60, chunk=16, stabilizers=4, local_len=5), thoughts="pinned")
     for number in range(12):

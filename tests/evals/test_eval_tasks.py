@@ -52,7 +52,7 @@ def test_an_open_question_has_no_first_words_of_its_answer(name):
         size = count_ids(tiny_tokenizer(), made.prompt, made.special)
         assert made.extra["ending"] == said and 0.9 * 1024 <= size <= 1024 and made.answer == plain.answer
         assert plain.prompt.endswith((" is", "number", "=", "counted", "figure"))
-        after = render_prompt(tiny_tokenizer(), "", "?", chat=chat == "always")[1].lstrip("\n")
+        after = render_prompt(tiny_tokenizer(), "?", chat=chat == "always")[1].lstrip("\n")
         assert made.prompt.endswith(after) and after.startswith("?")
     assert plain.extra["ending"] == "chat"
 

@@ -51,7 +51,7 @@ def ways(tokenizer, text: str) -> dict[str, list[int]]:
     again.feed("A text.")
     parts = {"role": "user", "content": [{"type": "text", "text": text}]}
     body = ChatBody.model_validate({"messages": [user, answer, parts]})
-    before, after = render_prompt(tokenizer, text, text)
+    before, after = render_prompt(tokenizer, text)
     return {
         "infer": list(prompt_ids(tokenizer, [text[:7], text[7:]], text, chat=True)),
         "read and ask": list(document.prompt(text)),

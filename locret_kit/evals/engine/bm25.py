@@ -37,7 +37,7 @@ def shortened(tokenizer: PreTrainedTokenizerBase, example: Example, budget: int)
     ids, offsets = encode(tokenizer, prompt, special=example.special)
     ends = [end for _, end in offsets]
     if example.text is None:
-        template = "" if example.special else render_prompt(tokenizer, "", "", chat=True)[0]
+        template = "" if example.special else render_prompt(tokenizer, "")[0]
         first, asked = bisect_right(ends, len(template)), len(ids) - min(64, budget // 4)
     else:
         start, stop = example.text

@@ -113,7 +113,7 @@ def wrap(request: Example, text: str, prefix: str = "", *, chat: bool) -> tuple[
     """``(prompt, special)``: the text with the answer's first words after it, through the chat template with ``chat``."""
     if not chat:
         return f"{text} {prefix}" if prefix else text, True
-    before, after = render_prompt(request.tokenizer, "", "", chat=True)
+    before, after = render_prompt(request.tokenizer, "")
     return before + defused(request.tokenizer, text) + after.removeprefix("\n\n") + prefix, False
 
 
