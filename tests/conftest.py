@@ -158,6 +158,7 @@ def command(monkeypatch, capsys):
 
     def run(main, *words: str, stdin: str | bytes = "") -> tuple[int, str, str]:
         data = stdin.encode() if isinstance(stdin, str) else stdin
+        capsys.readouterr()  # what came before is not the command's
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
         return main([*words]), *capsys.readouterr()
 

@@ -70,6 +70,9 @@ class Screen:
         """Messages until the end of input: lines, each joined with the next where it ends with a backslash, none blank."""
         earlier = ""
         for line in self._lines() if self._editor is None else self._typed(self._editor):
+            if line is None:
+                earlier = ""
+                continue
             if line.endswith("\\"):
                 earlier += line[:-1] + "\n"
                 continue
@@ -79,7 +82,8 @@ class Screen:
         if earlier.strip():
             yield earlier
 
-    def _typed(self, editor: PromptSession[str]) -> Iterator[str]:
+    def _typed(self, editor: PromptSession[str]) -> Iterator[str | None]:
+        """Lines; None where Ctrl-C takes back what was typed."""
         while True:
             try:
                 self._pressed = False
@@ -88,8 +92,9 @@ class Screen:
                 return
             except KeyboardInterrupt:
                 self.note("Ctrl-D leaves")
+                yield None
 
-    def _lines(self) -> Iterator[str]:
+    def _lines(self) -> Iterator[str | None]:
         for number, line in enumerate(sys.stdin.buffer, 1):
             try:
                 yield line.decode().removeprefix("\ufeff" * (number == 1)).rstrip("\r\n")

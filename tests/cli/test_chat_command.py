@@ -162,6 +162,15 @@ def test_alt_enter_begins_another_line(enter):
         assert line_editor(None).prompt("> ") == "two\nthree"
 
 
+def test_ctrl_c_takes_back_the_lines_before(monkeypatch):
+    """Of a message of several lines, as a shell does."""
+    with create_pipe_input() as keys, create_app_session(input=keys):
+        screen = Screen()
+        monkeypatch.setattr(screen, "_editor", line_editor(None))
+        keys.send_text("one\\\rtwo\x03three\\\rfour\r\x04")
+        assert [*screen.messages()] == ["three\nfour"]
+
+
 def test_ctrl_c_before_the_work_begins_stops_it(capsys):
     screen = Screen()
     screen._press()
@@ -217,7 +226,7 @@ def test_a_talk_in_a_terminal(backbone, tmp_path, monkeypatch):
     window.type("/undo\r")
     window.until("forgotten: Who came in? And when?", PROMPT)
     window.type(f"/read {book}\r")
-    window.until(" s left")
+    window.until(" left")
     window.type("\x03")
     window.until("stopped", PROMPT)
     window.type("\x1b[A\x03")  # a line of the history, and away with it
