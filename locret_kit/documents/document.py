@@ -54,6 +54,7 @@ class Document:
         text: the text's tokens. cache: the tokens read so far, up to the last safe boundary.
         tokens: number of tokens, including the chat template's before the text.
         title: a title for people.
+        names: names of backbone, heads and adapter, as the file has them; see ``save``.
         reads: how many times ``ask`` had to read the text again; see ``ask``.
     """
 
@@ -69,6 +70,7 @@ class Document:
         self.model, self.tokenizer, self.cache = model, text.tokenizer, cache
         self.chat_template, self.title, self.share = text.chat, title, share
         self.text = text
+        self.names: dict[str, str] = {}
         self._reader: Reader = prefill
         self._tail_loaded = False
         self._file: tuple[Path, str] | None = None
@@ -313,21 +315,23 @@ class Document:
 
         Args:
             text: False omits the token ids; tokens after the last safe boundary are then stored as rows.
-            names: names of backbone and heads, for people and commands. replace: whether an existing file may be
-                replaced.
+            names: names of backbone, heads and adapter, for people and commands. Default: those of the file that was loaded
+                or saved last.
+            replace: whether an existing file may be replaced.
 
         Raises:
             ValueError: without its text, a document whose policy rereads passages, or whose last token depends on the
                 question.
             OSError: the file cannot be written, or it has changed since it was loaded; the existing file is intact.
         """
-        file = self.as_file(text=text, names=names)
+        self.names = self.names if names is None else names
+        file = self.as_file(text=text)
         target = Path(path).resolve()
         expected = self._file[1] if self._file is not None and self._file[0] == target else None
         self._file = target, file.write(target, partial(check_there, target, expected, replace))
 
-    def as_file(self, *, text: bool = True, names: dict[str, str] | None = None) -> CacheFile:
-        """The document in the form of a file. Takes the arguments of ``save`` and raises its errors."""
+    def as_file(self, *, text: bool = True) -> CacheFile:
+        """The document in the form of a file. Raises the errors of ``save``."""
         document = self if self.text.bare or (text and self.has_text) else self._without_text()
         stream = document.text.stream
         record = TextRecord(
@@ -335,7 +339,7 @@ class Document:
             sha256=hash_ids(self.ids) if self.has_text else None,
             done=stream.done, chat=self.chat_template, before=self.text.before, share=self.share,
             tokenizer=tokenizer_identity(self.tokenizer),
-            names={what: valid_unicode(name) for what, name in (names or {}).items()},
+            names={what: valid_unicode(name) for what, name in self.names.items()},
         )  # fmt: skip
         more = {IDS: torch.tensor(stream.ids, dtype=torch.int32, device="cpu")} if record.text else {}
         return CacheFile.of(document.cache, document=asdict(record), apart=more)
@@ -385,6 +389,7 @@ class Document:
             if text.tokens != about.tokens:
                 raise ValueError(f"document: tokens={about.tokens} must be {text.tokens}")
         document = cls(model, text, cache, title=about.title, share=about.share)
+        document.names = about.names
         document._file = Path(file.path).resolve(), file.digest
         return document
 

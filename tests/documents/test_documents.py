@@ -196,11 +196,16 @@ def test_what_cannot_be_saved_without_its_text_says_so(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_share_is_one_of_the_document(tmp_path):
-    document = read("llama", "h2o", text_of(260), budget=0.1, chunk=64)
+def test_a_file_that_is_added_to_keeps_its_share_of_the_text_and_its_names(tmp_path):
+    document, path = read("llama", "h2o", text_of(260), budget=0.1, chunk=64), tmp_path / "a.locret"
+    names = {"model": "a"}
     assert document.cache.settings.budget == int(0.1 * document.tokens) and document.share == 0.1
-    document.save(tmp_path / "text.locret")
-    assert load(tmp_path / "text.locret", "h2o").share == 0.1
+    document.save(path, names=names)
+    for _ in range(2):
+        loaded = load(path, "h2o")
+        assert (loaded.share, loaded.names) == (0.1, names)
+        loaded.append(" More of it.")
+        loaded.save(path)
 
 
 def test_threads_ask_one_document_and_answers_are_written_by_turns():
