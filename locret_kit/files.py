@@ -57,8 +57,8 @@ def write_beside(target: Path, write: Callable[[Path], object]) -> None:
     """Write a file atomically: ``write`` fills a temporary file in the target's folder, which is then renamed over
     the target.
 
-    The file's mode follows the umask. Temporary files of killed processes are removed: those of this machine at
-    once, others after a day.
+    The mode is that of the file before, otherwise it follows the umask. Temporary files of killed processes are
+    removed: those of this machine at once, others after a day.
 
     Raises:
         OSError: one line with the target; also for a device or a pipe, which a rename would replace.
@@ -77,11 +77,11 @@ def write_beside(target: Path, write: Callable[[Path], object]) -> None:
     beside = target.with_name(f".{target.name[:30]}.{secrets.token_hex(4)}.{here}-{os.getpid()}.partial")
     try:
         beside.touch(exist_ok=False)
-        mode = beside.stat().st_mode
+        mode = (target if target.exists() else beside).stat().st_mode
         write(beside)
-        beside.chmod(mode)  # safetensors makes a file of its own, for its owner alone
         with open(beside, "rb+") as file:
             os.fsync(file.fileno())
+        beside.chmod(mode)  # safetensors makes a file of its own, for its owner alone
         os.replace(beside, target)
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk: torch.save and safetensors have their own
         if str(error).startswith("cannot write"):

@@ -109,6 +109,15 @@ def test_a_file_may_have_the_longest_name_that_there_is(tmp_path):
     assert path.read_text() == "words" and [*tmp_path.iterdir()] == [path]
 
 
+@pytest.mark.parametrize("mode", [0o400, 0o600, 0o664])
+def test_a_file_keeps_the_mode_that_its_owner_gave_it(mode, tmp_path):
+    path = tmp_path / "a.locret"
+    write_text(path, "words")
+    path.chmod(mode)
+    write_text(path, "others")
+    assert (path.stat().st_mode & 0o777, path.read_text()) == (mode, "others")
+
+
 def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
     """Half of the bytes are written, then none."""
     path = tmp_path / "text.locret"
