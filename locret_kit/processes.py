@@ -41,7 +41,7 @@ def choose_threads() -> None:
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     quota = cores_allowed(QUOTA)
-    if quota is not None and quota < (os.cpu_count() or 1):
+    if quota is not None and quota < len(os.sched_getaffinity(0)):  # Linux has both
         os.environ.setdefault("OMP_NUM_THREADS", str(quota))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from locret_kit import processes
 from locret_kit.processes import cores_allowed
 
 LIBRARY = next((Path(find_spec("torch").origin).parent / "lib").glob("libgomp*.so*"), "libgomp.so.1")
@@ -45,3 +46,15 @@ def test_a_containers_quota(tmp_path, text, cores):
     if text is not None:
         (tmp_path / "cpu.max").write_text(text)
     assert cores_allowed(tmp_path / "cpu.max") == cores
+
+
+@pytest.mark.parametrize(("own", "threads"), [(2, None), (3, None), (8, "3")])
+def test_a_quota_counts_beside_the_cores_that_are_the_process_s_own(own, threads, tmp_path, monkeypatch):
+    """OpenMP knows those: a quota of more would have more threads than cores."""
+    (tmp_path / "cpu.max").write_text("300000 100000")
+    monkeypatch.setattr(processes, "QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(own)}, raising=False)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    processes.choose_threads()
+    assert os.environ.get("OMP_NUM_THREADS") == threads
