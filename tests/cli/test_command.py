@@ -7,13 +7,16 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 from forked import start, status_of
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from locret_kit import backbones
 from locret_kit.cli.command import command
 from locret_kit.hub import OneRetryLine
+from locret_kit.naming import first_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,6 +42,37 @@ def ended(capsys, error: BaseException, **settings) -> tuple[int, str]:
 )
 def test_what_a_user_can_mend_is_one_line(capsys, error, said):
     assert ended(capsys, error) == (1, f"locret-x: {said}\n")
+
+
+class Inner(BaseModel):
+    size: Annotated[int, Field(ge=1)] = 1
+    names: list[str] = []
+
+
+class Outer(BaseModel):
+    inner: Inner = Inner()
+    most: int = 9
+
+    @model_validator(mode="after")
+    def fits(self):
+        if self.inner.size > self.most:
+            raise ValueError(f"size={self.inner.size} must be at most {self.most}\nsee the page")
+        return self
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"inner": {"size": 0}, "most": "x"}, "inner.size=0: Input should be greater than or equal to 1"),
+        ({"inner": {"names": [1]}}, "inner.names.0=1: Input should be a valid string"),
+        ({"inner": {"size": [3]}}, "inner.size: Input should be a valid integer"),
+        ({"inner": {"size": 10}}, "Outer: size=10 must be at most 9"),
+    ],
+)
+def test_of_pydantics_errors_the_field_and_the_reason(given, line):
+    with pytest.raises(ValidationError) as refused:
+        Outer(**given)
+    assert first_line(refused.value) == line
 
 
 def test_a_bug_keeps_its_traceback_unless_the_command_names_its_kind(capsys):
