@@ -30,7 +30,22 @@ RECORD = "locret_kit"
 """Metadata of the safetensors header that holds the record."""
 LARGEST = 1 << 20
 """Bytes of a header, at most: a hundred layers take a fifth of it. JSON takes some 25 times its bytes when it is read."""
+SUFFIX = ".locret"
+"""Extension of files whose user names none."""
 Record = dict[str, object]
+
+
+def holds_tensors(first: bytes) -> bool:
+    """Whether a file begins as safetensors: the header's size in eight bytes, and a brace."""
+    return first[4:9] == b"\0\0\0\0{"
+
+
+def is_saved(path: Path) -> bool:
+    """Whether a file is a saved cache, by its name or its beginning. A pipe is not looked at."""
+    if path.suffix == SUFFIX or not path.is_file():
+        return path.suffix == SUFFIX
+    with path.open("rb") as file:
+        return holds_tensors(file.read(9))
 
 
 def write(path: Path, record: Record, tensors: Mapping[str, Tensor], check: Callable[[], object] | None = None) -> str:

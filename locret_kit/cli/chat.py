@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..cache.file import read_record
+from ..cache.file import SUFFIX, is_saved, read_record
 from ..config.infer_options import CHAT, ChatOptions
 from ..files import write_text
 from ..naming import first_line, nearest
@@ -178,10 +178,6 @@ def line_editor(history_file: str | None) -> PromptSession[str]:
     return PromptSession(history=history, key_bindings=keys, enable_suspend=True, output=output)
 
 
-SAVED = ".locret"
-"""Extension of documents."""
-
-
 @dataclass
 class Talk:
     """A conversation and its commands, about no document yet."""
@@ -289,9 +285,9 @@ class Talk:
         self.screen.note(f"forgotten: {line if len(line) <= 60 else line[:57] + '...'}")
 
     def read(self, file: str) -> None:
-        """Read a document, or load a .locret one, and begin a conversation about it."""
+        """Read a text, or load a document, and begin a conversation about it."""
         path = check_file(file)
-        if path.suffix != SAVED:
+        if not is_saved(path):
             self.read_text(text_of(str(path)), path.name)
             return
         from ..documents.document import Document
@@ -310,15 +306,15 @@ class Talk:
             progress=self.screen.progress(full=run.budget or 0),
         )  # fmt: skip
         self.begin(document)
-        self.screen.note(f"read in {time.perf_counter() - began:.1f} s; /save FILE{SAVED} keeps what was read")
+        self.screen.note(f"read in {time.perf_counter() - began:.1f} s; /save FILE{SUFFIX} keeps what was read")
 
     def save(self, file: str) -> None:
         """Save the document as .locret, or the conversation as .md."""
         path = Path(file).expanduser()
-        if path.suffix not in (SAVED, ".md"):
-            raise ValueError(f"/save needs a file that ends in {SAVED} or .md")
+        if path.suffix not in (SUFFIX, ".md"):
+            raise ValueError(f"/save needs a file that ends in {SUFFIX} or .md")
         check_target(path, "file", replace=path.resolve() in self.written)
-        if path.suffix == SAVED:
+        if path.suffix == SUFFIX:
             if self.document is None:
                 raise ValueError("there is no document to save: /read one, or save the conversation as .md")
             self.document.save(path, names=self.chosen.names)
@@ -365,7 +361,7 @@ def check_file(file: str) -> Path:
 def run(args: ChatOptions) -> int:
     """Load, then talk. Raises ValueError or OSError with a one-line message."""
     file = check_file(args.file) if args.file is not None else None
-    saved = file is not None and file.suffix == SAVED
+    saved = file is not None and is_saved(file)
     text: Iterable[str] = ()
     if file is not None:  # before torch is imported: a file that is wrong is turns at once
         if saved:

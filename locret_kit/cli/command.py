@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, ParamSpec
 
 from ..backbones import newer
+from ..cache.file import holds_tensors
 from ..config.infer_options import Backbone, Plugin
 from ..config.schema import Command, T, UsageError, read
 from ..files import read_utf8
@@ -176,7 +177,7 @@ def text_of(file: str | None, include: Sequence[str] = ()) -> Iterator[str]:
         try:
             stream = sys.stdin.buffer if source == "stdin" else opened.enter_context(Path(name).open("rb"))
             first = stream.read(1 << 16)
-            if first[4:9] == b"\0\0\0\0{":  # the header of a safetensors file
+            if holds_tensors(first):
                 raise ValueError(
                     f"{source} holds tensors, not text: if locret-read wrote it, ask about it with locret-ask"
                 )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..cache.file import read_record
+from ..cache.file import SUFFIX, read_record
 from ..config.infer_options import READ, ReadOptions
 from .command import check_target, entry, note, progress, text_of, title_of
 
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 def run_read(args: ReadOptions) -> int:
     """Load, read, save. Raises ValueError or OSError with a one-line message."""
-    if args.out is None and not title_of(args.file):
+    title = title_of(args.file)
+    if args.out is None and not title:
         raise ValueError("out=... is missing: a text from stdin has no name")
-    target = Path(args.out or Path(title_of(args.file)).with_suffix(".locret"))
+    target = Path(args.out or f"{title if Path(str(args.file)).is_dir() else Path(title).stem}{SUFFIX}")
     if args.append and args.overwrite:
         raise ValueError("give --append or --overwrite, not both")
     check_target(target, "out", source=args.file)

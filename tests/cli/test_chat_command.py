@@ -109,7 +109,8 @@ def test_a_document_is_read_asked_shown_and_saved(piped, backbone, tmp_path):
     assert err.rstrip().endswith("already exists: name another file, or remove it first")
     assert book.with_suffix(".md").read_text() == "mine"
     assert (tmp_path / "said.md").read_text() == f"## User\n\nWho came in?\n\n## Assistant\n\n{answer.strip()}\n"
-    # the file alone gives the same answer
+    # the file alone gives the same answer, by any name
+    saved = saved.rename(tmp_path / "book.safetensors")
     status, out, err = piped("Who came in?\n", str(saved), "--budget", "99")
     assert (status, out) == (0, answer)
     assert f"{saved} keeps the settings that it was read with; texts that /read reads have budget=99, chunk=32\n" in err

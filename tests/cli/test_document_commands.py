@@ -94,6 +94,13 @@ def test_a_document_is_named_like_its_text(use, place):
     (place / "more.locret").unlink()
 
 
+def test_a_folder_s_document_has_its_whole_name(use, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.v2").mkdir()
+    (tmp_path / "notes.v2.locret").touch()
+    assert "out='notes.v2.locret' already exists" in use("read", "notes.v2", "--ckpt", "heads")[2]
+
+
 def test_reading_once_and_asking_equals_fresh_runs(use, book):
     fresh = answers(use, "long.txt", "--ckpt", "heads", *RUN)
     assert fresh[0] != fresh[1]
