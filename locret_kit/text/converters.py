@@ -27,11 +27,8 @@ def is_encoded(text: str) -> bool:
     return any(all(re.search(kind, run[0]) for kind in ("[A-Z]", "[a-z]", "[0-9]")) for run in _BASE64.finditer(text))
 
 
-def to_markdown(data: bytes, name: str, suffix: str, limit: int) -> str:
+def to_markdown(data: bytes, name: str, suffix: str) -> str:
     """The text of a page of HTML, a Word file or an EPUB as Markdown.
-
-    Args:
-        limit: maximum bytes of a zip archive's entries together.
 
     Raises:
         Refusal: an archive that is encrypted or too large. Others: whatever the converter stumbles over.
@@ -40,7 +37,7 @@ def to_markdown(data: bytes, name: str, suffix: str, limit: int) -> str:
     from markitdown.converters import DocxConverter, EpubConverter, HtmlConverter
 
     kind = {".docx": DocxConverter, ".epub": EpubConverter}.get(suffix, HtmlConverter)
-    stream = BytesIO(data) if kind is HtmlConverter else stored(data, name, limit)
+    stream = BytesIO(data) if kind is HtmlConverter else stored(data, name)
     plain = dict(escape_asterisks=False, escape_underscores=False)
     return str(kind().convert(stream, StreamInfo(extension=suffix), **plain).markdown)
 
@@ -76,7 +73,7 @@ def pages_of(data: bytes, name: str, notes: list[str]) -> str:
     return f"\n\n{PAGE}".join(texts)
 
 
-def stored(data: bytes, name: str, limit: int) -> BytesIO:
+def stored(data: bytes, name: str) -> BytesIO:
     """A copy of a zip archive with its entries stored, not compressed.
 
     Entries are decompressed here in pieces, up to their declared sizes. A converter would decompress an entry at
@@ -85,8 +82,8 @@ def stored(data: bytes, name: str, limit: int) -> BytesIO:
     out, locked = BytesIO(), Refusal(f"{name} is encrypted: only a copy without protection can be read")
     with ZipFile(BytesIO(data)) as archive, ZipFile(out, "w", ZIP_STORED) as copy:
         entries = archive.infolist()
-        if (total := sum(entry.file_size for entry in entries)) > limit:
-            raise Refusal(f"{name} holds {total} bytes unpacked, more than limit={limit}")
+        if (total := sum(entry.file_size for entry in entries)) > LIMIT:
+            raise Refusal(f"{name} holds {total} bytes unpacked, more than {LIMIT}")
         for entry in entries:
             if entry.flag_bits & 1:
                 raise locked

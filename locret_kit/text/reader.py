@@ -88,7 +88,7 @@ def read_document(path: str | Path, *, lost: Lost = tell) -> str:
     return read_stream(BytesIO(data), str(path), lost=lost)
 
 
-def read_stream(stream: BinaryIO, name: str, *, limit: int = LIMIT, lost: Lost = tell) -> str:
+def read_stream(stream: BinaryIO, name: str, *, lost: Lost = tell) -> str:
     """The text of a byte stream called ``name``: an upload, or stdin.
 
     The name's extension decides the format: .html, .htm and .xhtml (UTF-8, or the declared encoding), .pdf, .docx,
@@ -99,8 +99,6 @@ def read_stream(stream: BinaryIO, name: str, *, limit: int = LIMIT, lost: Lost =
     a blank line, the next one begins with a form feed, and words hyphenated at the end of a line are joined.
 
     Args:
-        limit: maximum bytes of the stream, and of a zip archive's entries together. Nothing beyond is read or
-            unpacked.
         lost: called with each loss; by default it warns.
 
     Raises:
@@ -110,14 +108,14 @@ def read_stream(stream: BinaryIO, name: str, *, limit: int = LIMIT, lost: Lost =
     """
     suffix = Path(name).suffix.lower()
     suffix = suffix if suffix in (*CONVERTED, ".txt", ".md") else ""
-    data = stream.read(limit + 1)
-    if len(data) > limit:
-        raise ValueError(f"{name} is larger than limit={limit} bytes")
+    data = stream.read(LIMIT + 1)
+    if len(data) > LIMIT:
+        raise ValueError(f"{name} is larger than {LIMIT} bytes")
     if not data:
         raise ValueError(f"{name} is empty")
     losses: list[str] = []
     try:
-        text = _text(data, name, suffix, limit, losses)
+        text = _text(data, name, suffix, losses)
     except (Refusal, ImportError, MemoryError):
         raise
     except Exception as error:  # parsers of untrusted bytes raise whatever they stumble over
@@ -129,7 +127,7 @@ def read_stream(stream: BinaryIO, name: str, *, limit: int = LIMIT, lost: Lost =
     return text
 
 
-def _text(data: bytes, name: str, suffix: str, limit: int, losses: list[str]) -> str:
+def _text(data: bytes, name: str, suffix: str, losses: list[str]) -> str:
     """The text of a whole document, which may be blank. Lines about losses are added to ``losses``."""
     kind = _format(data, suffix)
     if kind and kind not in CONVERTED:
@@ -139,7 +137,7 @@ def _text(data: bytes, name: str, suffix: str, limit: int, losses: list[str]) ->
             raise Refusal(f"{name} is damaged, or no {suffix} file: it begins with {data[:8]!r}")
         raise Refusal(f"{name} is a {kind} file by its content: rename it to {Path(name).with_suffix(kind).name}")
     if (suffix or kind) in CONVERTED:
-        return _convert(data, name, suffix or kind, limit, losses)
+        return _convert(data, name, suffix or kind, losses)
     try:
         text = "".join(read_utf8(BytesIO(data)))
     except ValueError as error:
@@ -166,9 +164,9 @@ def _format(data: bytes, suffix: str) -> str:
     return next((words for first, words in _FOREIGN if data.startswith(first)), "")
 
 
-def _convert(data: bytes, name: str, kind: str, limit: int, losses: list[str]) -> str:
+def _convert(data: bytes, name: str, kind: str, losses: list[str]) -> str:
     """The text of a document in one of the formats ``CONVERTED``."""
-    text = pages_of(data, name, losses) if kind == ".pdf" else to_markdown(data, name, kind, limit)
+    text = pages_of(data, name, losses) if kind == ".pdf" else to_markdown(data, name, kind)
     losses.append(LACKS)
     pages = BREAKS.sub("", text).split(PAGE)
     text = PAGE.join("\n".join(line.rstrip() for line in page.split("\n")) for page in pages)

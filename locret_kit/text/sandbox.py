@@ -146,15 +146,15 @@ def checked_arguments(tokenizer, names: frozenset[str], arguments: Mapping[str, 
 
 
 @contextmanager
-def limited_steps(steps: int = STEPS) -> Iterator[None]:
-    """Raise ValueError in this thread when a template that is rendered within has run more than ``steps`` of its lines."""
-    left = steps
+def limited_steps() -> Iterator[None]:
+    """Raise ValueError in this thread when a template that is rendered within has run more than ``STEPS`` of its lines."""
+    left = STEPS
 
     def line(frame: FrameType, event: str, arg: object) -> TraceFunction:
         nonlocal left
         left -= event == "line"
         if left < 0:
-            raise ValueError(f"the chat template takes more than {steps} steps")
+            raise ValueError(f"the chat template takes more than {STEPS} steps")
         return line
 
     def call(frame: FrameType, event: str, arg: object) -> TraceFunction | None:

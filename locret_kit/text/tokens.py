@@ -37,9 +37,7 @@ BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, by
 """Bytes by the characters that stand for them in a byte-level vocabulary. Source: GPT-2's encoder."""
 
 
-def stream_ids(
-    tokenizer: PreTrainedTokenizerBase, pieces: Iterable[str], *, special: bool = False, block: int = BLOCK
-) -> array:
+def stream_ids(tokenizer: PreTrainedTokenizerBase, pieces: Iterable[str], *, special: bool = False) -> array:
     """Token ids (an ``array('i')``) of the concatenated pieces, equal to those of one call on the whole text.
 
     Args:
@@ -50,7 +48,7 @@ def stream_ids(
         parts = "".join(pieces).split(CUT)
         ids = [token for part in parts for token in tokenizer(part, add_special_tokens=False).input_ids]
         return array("i", prefix) + array("i", ids) + array("i", suffix)
-    stream = IdStream(tokenizer, special=special, block=block)
+    stream = IdStream(tokenizer, special=special)
     for piece in pieces:
         stream.feed(piece)
     return stream.finish()
@@ -83,11 +81,11 @@ class IdStream:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, special: bool = False, block: int = BLOCK, max_tokens: int | None = None
-    ) -> None:  # fmt: skip
+        self, tokenizer: PreTrainedTokenizerBase, *, special: bool = False, max_tokens: int | None = None
+    ) -> None:
         if not tokenizer.is_fast:
             raise ValueError(f"tokenizer={type(tokenizer).__name__} must be a fast tokenizer: offsets are needed")
-        self.tokenizer, self.special, self.block, self.max_tokens = tokenizer, special, block, max_tokens
+        self.tokenizer, self.max_tokens = tokenizer, max_tokens
         prefix, self._suffix = special_ids(tokenizer) if special else ([], [])
         self.ids = array("i", prefix)
         self.text, self.done = "", 0
@@ -104,8 +102,8 @@ class IdStream:
     def _feed(self, piece: str) -> None:
         """Add text without marks."""
         self.text += piece
-        while len(self.text) - self.done > self.block:
-            self.text, self.done = _take(self.tokenizer, self.text, self.done, self.done + self.block, self.ids)
+        while len(self.text) - self.done > BLOCK:
+            self.text, self.done = _take(self.tokenizer, self.text, self.done, self.done + BLOCK, self.ids)
             self._check()
 
     def _check(self) -> None:

@@ -24,6 +24,7 @@ from made_documents import REMOTE, docx, docx_files, drawn, epub, epub_files, ht
 
 from locret_kit.cli import command
 from locret_kit.cli.command import text_of
+from locret_kit.text import converters, reader
 from locret_kit.text.converters import LACKS
 from locret_kit.text.reader import convert, read_document, read_stream
 
@@ -47,13 +48,13 @@ def no_network(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
-def read(data: bytes, name: str, **bounds: int) -> str:
-    return read_stream(io.BytesIO(data), name, **bounds)
+def read(data: bytes, name: str) -> str:
+    return read_stream(io.BytesIO(data), name)
 
 
-def refusal(data: bytes, name: str, **bounds: int) -> str:
+def refusal(data: bytes, name: str) -> str:
     with pytest.raises(ValueError) as caught:
-        read(data, name, **bounds)
+        read(data, name)
     said = str(caught.value)
     assert said.startswith(name) and "\n" not in said
     return said.removeprefix(name)
@@ -196,28 +197,30 @@ def test_formats_that_are_not_read():
 # bounds
 
 
-def test_size():
-    assert read(b"x" * 100, "a.txt", limit=100) == "x" * 100
-    assert refusal(b"x" * 101, "a.txt", limit=100) == " is larger than limit=100 bytes"
+def test_size(monkeypatch):
+    monkeypatch.setattr(reader, "LIMIT", 100)
+    assert read(b"x" * 100, "a.txt") == "x" * 100
+    assert refusal(b"x" * 101, "a.txt") == " is larger than 100 bytes"
 
     class Endless(io.RawIOBase):
         def read(self, size: int = -1) -> bytes:
-            assert 0 < size <= 1001
+            assert 0 < size <= 101
             return b"x" * size
 
-    with pytest.raises(ValueError, match="larger than limit=1000 bytes"):
-        read_stream(Endless(), "stdin", limit=1000)
+    with pytest.raises(ValueError, match="larger than 100 bytes"):
+        read_stream(Endless(), "stdin")
 
 
 @pytest.mark.parametrize("files", [docx_files(["words"]), epub_files(["words"])])
-def test_a_zip_bomb_is_refused_before_it_is_unpacked(files):
+def test_a_zip_bomb_is_refused_before_it_is_unpacked(files, monkeypatch):
+    monkeypatch.setattr(converters, "LIMIT", 2**20)
     data = zipped({**files, "word/media/image.png": bytes(64 * 2**20)})
     tracemalloc.start()
-    said = refusal(data, "stdin", limit=2**20)
+    said = refusal(data, "stdin")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     total = 64 * 2**20 + sum(len(content) for content in files.values())
-    assert said == f" holds {total} bytes unpacked, more than limit={2**20}"
+    assert said == f" holds {total} bytes unpacked, more than {2**20}"
     assert len(data) < 2**17 and peak < 2**22
 
 

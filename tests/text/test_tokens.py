@@ -3,6 +3,7 @@
 import io
 from functools import lru_cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from locret_kit.files import read_utf8
+from locret_kit.text import tokens
 from locret_kit.text.tokens import BYTES, IdStream, TextStream, TooManyTokens, stream_ids, token_bytes, token_texts
 
 BACKBONE = Path(__file__).resolve().parents[2] / "checkpoints" / "SmolLM2-135M-Instruct"
@@ -52,7 +54,8 @@ def pieces(text: str, sizes: list[int]):
 
 def check(tokenizer, text: str, sizes: list[int], block: int) -> None:
     want = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    assert stream_ids(tokenizer, pieces(text, sizes), special=False, block=block).tolist() == want
+    with mock.patch.object(tokens, "BLOCK", block):
+        assert stream_ids(tokenizer, pieces(text, sizes)).tolist() == want
 
 
 absent = not (BACKBONE / "tokenizer.json").exists()
@@ -93,14 +96,15 @@ def test_what_was_settled_is_what_one_call_reads(words, more, question):
     assert stream.finish(after).tolist() == tokenizer(text + "".join(more) + after, verbose=False).input_ids
 
 
-def test_a_text_with_too_many_tokens_is_not_read_to_its_end():
+def test_a_text_with_too_many_tokens_is_not_read_to_its_end(monkeypatch):
     tokenizer, text = tiny_tokenizer(), PROSE * 12
     want = tokenizer(text, verbose=False).input_ids
-    for block in (600, 1 << 16):
-        assert IdStream(tokenizer, block=block, max_tokens=len(want)).finish(text).tolist() == want
+    for block in (1 << 16, 600):
+        monkeypatch.setattr(tokens, "BLOCK", block)
+        assert IdStream(tokenizer, max_tokens=len(want)).finish(text).tolist() == want
         with pytest.raises(TooManyTokens, match=f"more than {len(want) - 1} tokens"):
-            IdStream(tokenizer, block=block, max_tokens=len(want) - 1).finish(text)
-    stream, begun = IdStream(tokenizer, block=600, max_tokens=100), []
+            IdStream(tokenizer, max_tokens=len(want) - 1).finish(text)
+    stream, begun = IdStream(tokenizer, max_tokens=100), []
     with pytest.raises(TooManyTokens):
         for piece in pieces(text * 100, [500]):
             begun.append(piece)
