@@ -34,7 +34,8 @@ def place(tmp_path_factory) -> Path:
     """A folder with a tiny backbone and heads for it, made for a budget of 6000."""
     folder = tmp_path_factory.mktemp("infer")
     settings = dict(budget=6000, chunk=32, stabilizers=2500, local_len=100, positions="compact")
-    save_tiny_heads(folder, 16, inference=settings)
+    backbone = save_tiny_backbone(folder / "backbone", max_position_embeddings=512)
+    save_tiny_heads(folder, 16, inference=settings, backbone=backbone)
     save_tiny_backbone(folder / "other", num_hidden_layers=2, num_key_value_heads=4)
     os.mkfifo(folder / "pipe")
     return folder
@@ -229,10 +230,10 @@ def test_the_library_runs_with_what_the_heads_were_published_with(place, tmp_pat
 
 
 def test_positions_beyond_the_window_are_said(place, infer):
-    text, flags = TEXT * 30, ("--ckpt", str(place / "heads"), "--max-new-tokens", "1", "--quiet")
+    text, flags = TEXT * 9, ("--ckpt", str(place / "heads"), "--max-new-tokens", "1", "--quiet")
     for more in (("--policy", "full"), ("--positions", "original", "--budget", "40")):
         status, _, err = infer(text, *flags, *more)
-        assert status == 0 and "beyond the backbone's window of 2048" in err and err.count("\n") == 1, err
+        assert status == 0 and "beyond the backbone's window of 512" in err and err.count("\n") == 1, err
     assert infer(text, *flags, "--budget", "40")[2] == ""
 
 
