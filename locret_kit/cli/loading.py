@@ -62,11 +62,6 @@ class ModelChoice:
         """Settings that the heads were published with."""
         return self.heads.config.inference if self.heads else {}
 
-    @property
-    def evicts(self) -> bool:
-        """Whether a budget bounds the kept slots."""
-        return not self.policy.keeps_everything
-
     def open_tokenizer(self, machine: Machine) -> PreTrainedTokenizerBase:
         """The tokenizer, with the chat template's arguments. Raises ValueError, OSError: it or the device is not there."""
         pick_device(machine.device)  # before a long text is tokenised
@@ -99,13 +94,14 @@ class ModelChoice:
         conversation. ``say`` gets lines to show before a long prefill: the budget, a warning of too few slots for
         facts, and the expected time."""
         lines: list[str | None] = []
-        if run.budget is None and self.evicts:
+        evicts = not self.policy.keeps_everything
+        if run.budget is None and evicts:
             budget, line = budget_of_text(model, self.policy, run.resolved(self.published, len(ids)), len(ids), turns)
             run, lines = replace(run, budget=budget), [line]
         if say is None:
             return run
         settings = run.resolved(self.published, len(ids))
-        if self.evicts and self.policy.recall is None and self.policy.reread is None:
+        if evicts and self.policy.recall is None and self.policy.reread is None:
             few = too_few(settings.budget, len(ids))
             lines.append(few and f"warning: {few}")
             window = getattr(text_config(model), "max_position_embeddings", None) or len(ids)
@@ -185,9 +181,10 @@ def generation_of(args: InferOptions | AskOptions | ChatOptions) -> dict[str, An
 
 
 def not_shown(protect: str | None, spans: Sequence[Span]) -> str | None:
-    """A warning where a chat template's text is to be protected, and the prompt shows none."""
-    asked = read_protect(protect) - {"first"}
-    return f"warning: protect={protect}: the prompt has no such text" if asked and not spans else None
+    """A warning where a chat template's text is to be protected, and none is found."""
+    if spans or not read_protect(protect) - {"first"}:
+        return None
+    return f"warning: protect={protect}: the prompt has no such text, or is not one message of a user"
 
 
 def beyond_window(model: PreTrainedModel, cache: BoundedCache) -> str | None:
