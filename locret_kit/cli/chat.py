@@ -70,15 +70,13 @@ class Screen:
         """Messages until the end of input: lines, each joined with the next where it ends with a backslash, none blank."""
         earlier = ""
         for line in self._lines() if self._editor is None else self._typed(self._editor):
-            if line is None:
-                earlier = ""
+            earlier = "" if line is None else earlier + line
+            if earlier.endswith("\\"):
+                earlier = earlier[:-1] + "\n"
                 continue
-            if line.endswith("\\"):
-                earlier += line[:-1] + "\n"
-                continue
-            message, earlier = earlier + line, ""
-            if message.strip():
-                yield message
+            if earlier.strip():
+                yield earlier
+            earlier = ""
         if earlier.strip():
             yield earlier
 
@@ -402,7 +400,3 @@ def run(args: ChatOptions) -> int:
 
 main = entry(CHAT, run, also=(RuntimeError,))
 """Exit status 0, also after Ctrl-D; 1 in a pipe after an error of any message."""
-
-
-if __name__ == "__main__":
-    sys.exit(main())

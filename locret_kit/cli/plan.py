@@ -4,7 +4,6 @@ Hub."""
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -174,7 +173,3 @@ def _vllm(
 
 main = entry(PLAN, run)
 """The exit status is 1 if nothing fits, too."""
-
-
-if __name__ == "__main__":
-    sys.exit(main())

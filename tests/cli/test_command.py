@@ -151,13 +151,12 @@ def test_the_package_lists_the_commands_that_are_installed(capsys):
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_modules_of_commands_run_too(monkeypatch, capsys):
     """As ``torchrun -m locret_kit.cli.eval`` runs them."""
-    commands = re.findall(r'^(locret-\w+) = "(.*):main"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)
-    assert len(commands) > 5
-    for name, module in commands:
+    for name in ("eval", "infer", "serve", "train", "vllm"):
+        module = f"locret_kit.cli.{name}"
         monkeypatch.setattr(sys, "argv", [module, "--help"])
         with pytest.raises(SystemExit, match="^0$"):
             runpy.run_module(module, run_name="__main__")
-        assert name in capsys.readouterr().out
+        assert f"locret-{name}" in capsys.readouterr().out
 
 
 def test_retries_of_the_hub_are_one_line(caplog):
