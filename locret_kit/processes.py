@@ -7,6 +7,7 @@ another process would follow another curve in its last bits.
 import math
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 RUN = """import sys
@@ -30,7 +31,19 @@ def python(module: str, *words: str, before: str = "") -> list[str]:
     return [sys.executable, "-c", RUN.format(module=module, before=before), *words]
 
 
-QUOTA = Path("/sys/fs/cgroup/cpu.max")
+GROUPS, GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def control_groups() -> list[Path]:
+    """Folders of this process's control group and of all above it, whose bounds hold too: a container's, a job's, a user's. Only
+    cgroup v2 has such; the folders need not be there."""
+    try:
+        lines = GROUP.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    own = GROUPS / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    # A container may name a group outside, as "/../.."; what it sees of its own is at the root then.
+    return [GROUPS] if ".." in own.parts else [own, *own.parents][: 1 + len(own.parts) - len(GROUPS.parts)]
 
 
 def choose_threads() -> None:
@@ -40,15 +53,16 @@ def choose_threads() -> None:
     take one another's time and become many times slower; threads that sleep leave each its share.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    quota = cores_allowed(QUOTA)
+    quota = cores_allowed()
     if quota is not None and quota < len(os.sched_getaffinity(0)):  # Linux has both
         os.environ.setdefault("OMP_NUM_THREADS", str(quota))
 
 
-def cores_allowed(quota: Path) -> int | None:
-    """Cores that a container's quota allows, rounded up; None where there is no quota. OpenMP counts the machine's."""
-    try:
-        limit, period = quota.read_text(encoding="ascii").split()
-        return max(1, math.ceil(int(limit) / int(period)))
-    except (OSError, ValueError):  # no cgroup v2, or "max"
-        return None
+def cores_allowed() -> int | None:
+    """Cores that the quotas of control groups allow, rounded up; None where there is no quota. OpenMP counts the machine's."""
+    allowed = []
+    for group in control_groups():
+        with suppress(OSError, ValueError):  # no cgroup v2, or "max"
+            limit, period = (group / "cpu.max").read_text(encoding="ascii").split()
+            allowed.append(max(1, math.ceil(int(limit) / int(period))))
+    return min(allowed, default=None)

@@ -1,5 +1,6 @@
 """The default budget of a text: a quarter of its tokens, within the bounds of window and memory."""
 
+import math
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel
 from ..backbones.probe import describe
 from ..backbones.spec import text_config
 from ..policies import Policy
+from ..processes import control_groups
 from ..settings import Resolved
 from .fitting_settings import STEP, largest
 from .inference_plan import Setting, cache_bytes
@@ -17,7 +19,7 @@ PER_SLOT = 4
 """Tokens of the text per slot. ``docs/results`` has the scores at a quarter and below."""
 FREE_SHARE = 2
 """Divisor of the free memory, for the bytes that keys and values may take."""
-MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
 
 
 def budget_of_text(
@@ -59,14 +61,19 @@ def free_memory(device: torch.device) -> int | None:
     except (OSError, KeyError, ValueError):
         pages = "SC_PHYS_PAGES" if "SC_PHYS_PAGES" in os.sysconf_names else None
         return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") // 2 if pages else None
+    return int(min(free, *map(_room, control_groups())))
+
+
+def _room(group: Path) -> float:
+    """Bytes that processes of a control group may take besides what they have; infinite where it has no bound."""
     try:
-        limit = int((CGROUP / "memory.max").read_text(encoding="ascii"))
+        limit = int((group / "memory.max").read_text(encoding="ascii"))
     except (OSError, ValueError):  # no cgroup v2, or "max"
-        return free
+        return math.inf
     try:
-        used = int((CGROUP / "memory.current").read_text(encoding="ascii"))
-        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
         used -= int(stat.get("inactive_file", 0))  # the cache of files gives way
     except (OSError, ValueError):  # a container that says its bound alone
         used = 0
-    return min(free, limit - used)
+    return limit - used

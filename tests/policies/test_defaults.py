@@ -56,7 +56,7 @@ def test_memory_bounds_it(model, monkeypatch):
 
 def test_the_cache_of_files_is_free_memory(monkeypatch, tmp_path):
     """A container's count has the files that it has read, such as weights, which give way."""
-    monkeypatch.setattr(text_budget, "CGROUP", tmp_path)
+    monkeypatch.setattr(text_budget, "control_groups", lambda: [tmp_path])
     for name, text in (("max", "3000"), ("current", "2900"), ("stat", "anon 900\ninactive_file 1500\n")):
         (tmp_path / f"memory.{name}").write_text(text)
     assert text_budget.free_memory(torch.device("cpu")) == 3000 - 2900 + 1500

@@ -26,7 +26,7 @@ def test_the_width_is_the_largest_within_its_share(name):
 
 
 def test_a_container_s_bound_is_its_memory(monkeypatch, tmp_path):
-    monkeypatch.setattr(text_budget, "CGROUP", tmp_path)
+    monkeypatch.setattr(text_budget, "control_groups", lambda: [tmp_path])
     for words, memory in (("max\n", 2**60), (f"{GIB // 4}\n", GIB // 4), (f"{2**60}\n", 2**60)):
         (tmp_path / "memory.max").write_text(words)
         assert 0 < (text_budget.free_memory(torch.device("cpu")) or 1) <= memory

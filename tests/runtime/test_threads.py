@@ -8,9 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from locret_kit import processes
-from locret_kit.processes import cores_allowed
+from locret_kit.planning import text_budget
+from locret_kit.processes import control_groups, cores_allowed
 
 LIBRARY = next((Path(find_spec("torch").origin).parent / "lib").glob("libgomp*.so*"), "libgomp.so.1")
 """OpenMP as PyTorch loads it, without the seconds that the rest of PyTorch takes."""
@@ -42,17 +44,48 @@ def test_the_user_decides():
     ("text", "cores"),
     [("200000 100000\n", 2), ("150000 100000", 2), ("5000 100000", 1), ("max 100000", None), ("", None), (None, None)],
 )
-def test_a_containers_quota(tmp_path, text, cores):
+def test_a_containers_quota(tmp_path, monkeypatch, text, cores):
+    monkeypatch.setattr(processes, "GROUPS", tmp_path)
     if text is not None:
         (tmp_path / "cpu.max").write_text(text)
-    assert cores_allowed(tmp_path / "cpu.max") == cores
+    assert cores_allowed() == cores
+
+
+@pytest.mark.parametrize(
+    ("lines", "groups"),
+    [("0::/\n", [""]), ("2:cpu:/x\n0::/job/step\n", ["job/step", "job", ""]), ("0::/../other\n", [""]), (None, [""])],
+)
+def test_control_groups_are_the_processs_own_and_those_above(tmp_path, monkeypatch, lines, groups):
+    monkeypatch.setattr(processes, "GROUPS", tmp_path)
+    monkeypatch.setattr(processes, "GROUP", tmp_path / "cgroup")
+    if lines is not None:
+        (tmp_path / "cgroup").write_text(lines)
+    assert control_groups() == [tmp_path / group for group in groups]
+
+
+def test_the_least_bound_of_a_job_and_of_its_step_counts(tmp_path, monkeypatch):
+    """Memory and cores, wherever a scheduler or systemd has put the bound."""
+    monkeypatch.setattr(processes, "control_groups", lambda: [tmp_path / "job/step", tmp_path / "job", tmp_path])
+    monkeypatch.setattr(text_budget, "control_groups", processes.control_groups)
+    (tmp_path / "job/step").mkdir(parents=True)
+    for name, text in (
+        ("job/step/cpu.max", "max 100000"),
+        ("job/cpu.max", "200000 100000"),
+        ("cpu.max", "900000 100000"),
+    ):
+        (tmp_path / name).write_text(text)
+    for name, text in (("job/step/memory.max", "max"), ("job/memory.max", "3000"), ("job/memory.current", "1000")):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "job/memory.stat").write_text("inactive_file 400\n")
+    assert cores_allowed() == 2
+    assert text_budget.free_memory(torch.device("cpu")) == 3000 - 1000 + 400
 
 
 @pytest.mark.parametrize(("own", "threads"), [(2, None), (3, None), (8, "3")])
 def test_a_quota_counts_beside_the_cores_that_are_the_process_s_own(own, threads, tmp_path, monkeypatch):
     """OpenMP knows those: a quota of more would have more threads than cores."""
     (tmp_path / "cpu.max").write_text("300000 100000")
-    monkeypatch.setattr(processes, "QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(processes, "GROUPS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(own)}, raising=False)
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     monkeypatch.delenv("OMP_NUM_THREADS")
