@@ -8,6 +8,6 @@ LOCRET_EXTRAS="${LOCRET_EXTRAS:-documents}" # an environment with more is left a
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$root"
 python scripts/fetch_backbone.py
-python scripts/make_long_text.py --tokens "$tokens" --document-only >long.txt
-locret-infer long.txt --question "What is the pass key?" ${2:+--budget "$2"} --max-new-tokens 16
-echo "Another question, or a file of yours: source ${VIRTUAL_ENV:-.venv}/bin/activate; locret-infer long.txt --question ..." >&2
+python scripts/make_long_text.py --tokens "$tokens" --document-only >demo.txt
+locret-infer demo.txt --question "What is the pass key?" ${2:+--budget "$2"} --max-new-tokens 16
+echo "Another question, or a file of yours: source ${VIRTUAL_ENV:-.venv}/bin/activate; locret-infer demo.txt --question ..." >&2
