@@ -132,7 +132,7 @@ def test_another_policy_shows(llama, policy, monkeypatch):
     """A cache that keeps other slots than those of the simulated policy."""
     other = llama.cache("tova", "original", backend="reference")
     monkeypatch.setattr(llama, "cache", lambda *args, **kwargs: other)
-    assert re.match(r"wrong: attention layer 0 lacks \d+ of 112 slots", verdict(lambda: llama.simulated(policy)))
+    assert re.match(r"wrong: attention layer 0 lacks \d+ of 104 slots", verdict(lambda: llama.simulated(policy)))
 
 
 def test_the_simulation_of_a_long_budget_is_the_model(llama):

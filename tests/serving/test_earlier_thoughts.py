@@ -78,7 +78,8 @@ def template_ids(messages: list[dict], tools=None) -> list[int]:
 def fresh(ids: list[int], cache: BoundedCache) -> tuple[list[float], BoundedCache]:
     """Log-probabilities of the tokens of a run of its own to a whole prompt, and its cache."""
     model, tokenizer, _ = parts()
-    thought = Thought.after(tokenizer, ids, max_tokens=BUDGET, apart=False)
+    thought = Thought.after(tokenizer, ids, max_tokens=BUDGET)
+    thought.apart = False  # the answer's own bound counts its thought
     engine = Engine(model, stop_ids(model, tokenizer), alone=True)
     alone = engine.add(Request(ids, ANSWER, Sampling(), thought=thought, top_logprobs=0), lambda: cache)
     while engine.running:
