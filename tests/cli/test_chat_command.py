@@ -164,7 +164,7 @@ def test_alt_enter_begins_another_line(enter):
 
 
 def test_ctrl_c_takes_back_the_lines_before(monkeypatch):
-    """Of a message of several lines, as a shell does."""
+    """All lines of a message go, as in a shell."""
     with create_pipe_input() as keys, create_app_session(input=keys):
         screen = Screen()
         monkeypatch.setattr(screen, "_editor", line_editor(None))

@@ -106,7 +106,7 @@ def test_dropped_thoughts_about_a_document(policy):
 
 
 def test_a_template_that_tells_the_date_goes_on_another_day(monkeypatch):
-    """What was read keeps the date of its day."""
+    """The text that was read keeps the date of its day."""
     model, tokenizer, _ = parts()
     monkeypatch.setattr(tokenizer, "chat_template", "Monday" + OPENED)
     document = Document.read(model, tokenizer, text_of(260), None, "h2o", **SETTINGS)

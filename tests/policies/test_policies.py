@@ -1,4 +1,4 @@
-"""What the cache makes of every policy."""
+"""Policies in the cache: pieces, windows, one eviction, EasyKV's decoding, entropy."""
 
 import pytest
 import torch

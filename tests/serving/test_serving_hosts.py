@@ -40,7 +40,7 @@ def refused(method: str, host: str, **headers: str) -> bool:
 
 @pytest.mark.parametrize("host", [*OURS, *THEIRS])
 def test_names(host):
-    """Of a page after DNS rebinding, which is of the same origin as what it asks."""
+    """A page after DNS rebinding is of the same origin as what it asks."""
     page = {"origin": f"http://{host}", "sec-fetch-site": "same-origin"}
     assert {refused(method, host, **page) for method in ("GET", *CHANGING)} == {host in THEIRS}
 
