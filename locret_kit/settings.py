@@ -34,6 +34,8 @@ PUBLISHED = ("budget", "chunk", "stabilizers", "local_len", "positions")
 Slots = Annotated[int, Interval(ge=1, le=INT32_MAX)]
 Count = Annotated[int, Interval(ge=0, le=INT32_MAX)]
 Share = Annotated[float, Interval(gt=0, le=1)]
+Repetition = Annotated[float, Interval(ge=0.01, le=100)]
+"""Divisor of the scores of tokens that occurred before. Beyond the bounds scores are no finite numbers, or all alike."""
 Budget = Annotated[
     Slots | Share,
     Description("at least 1 slot (at most 2147483647), or with a point a share of the prompt, above 0 and at most 1.0"),

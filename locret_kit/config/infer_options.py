@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Interval, Predicate
+from annotated_types import Ge, Interval, Predicate
 
 from ..naming import prefixed_errors
-from ..settings import Count, RunSettings, Slots, Thoughts
+from ..settings import Count, Repetition, RunSettings, Slots, Thoughts
 from ..validation import Description, validate_fields
 from .schema import Command, Idle, Repeatable
 
@@ -140,7 +140,7 @@ class Generation:
     """Sample from the n most likely tokens; 0 is all."""
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
     """Sample from the most likely tokens whose probabilities sum to this share."""
-    repetition_penalty: Annotated[float, Gt(0)] = 1.0
+    repetition_penalty: Repetition = 1.0
     """Divides the scores of tokens that occurred before; 1 has no effect."""
 
 

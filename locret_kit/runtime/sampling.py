@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Annotated, Protocol, cast
 
 import torch
-from annotated_types import Ge, Gt, Interval
+from annotated_types import Ge, Interval
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import logits_process as steps
 
 from ..backbones.wrapped import speaking
+from ..settings import Repetition
 from ..validation import validate_fields
 
 
@@ -41,7 +42,7 @@ class Sampling:
     temperature: Annotated[float, Ge(0)] = 0.0
     top_k: Annotated[int, Ge(0)] = 0
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    repetition_penalty: Annotated[float, Gt(0)] = 1.0
+    repetition_penalty: Repetition = 1.0
     min_p: Annotated[float, Interval(ge=0, le=1)] = 0.0
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0

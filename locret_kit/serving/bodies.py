@@ -22,6 +22,7 @@ from ..documents.conversation import common
 from ..documents.document import Document
 from ..engine import Sampling
 from ..policies.grammar import parse_policy
+from ..settings import Repetition
 from ..text.template import SWITCHES, has_template, render_messages, takes, template_source
 from ..text.tokens import IdStream, TooManyTokens
 from .engine_thread import EngineThread
@@ -77,7 +78,7 @@ class CompletionBody(Part):
     """0 as OpenAI has it: the likeliest token alone."""
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    repetition_penalty: Repetition | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     logit_bias: dict[NonNegativeInt, Bias] = Field(default_factory=dict)

@@ -125,8 +125,8 @@ WRONG = [
 FIELDS = {
     "n": (0, 17, "x", 1.5, 7), "max_tokens": (0, -2, 1.5, "x"), "temperature": (-1, 2.1, "x"),
     "top_p": (-0.1, 2, "x"), "top_k": (-2,), "seed": (-(2**63) - 1, 2**63), "stop": (1, [1], ["x"] * 65), "stream": ("x", 2),
-    "logprobs": ("x",), "repetition_penalty": (0, -1), "budget": (0, 97), "policy": ("full", "h2o\n", 1), "stream_options": (1,),
-    "document_id": (1,), "top_logprobs": (21,), "frequency_penalty": (2.1,), "presence_penalty": (2.1,),
+    "logprobs": ("x",), "repetition_penalty": (0, -1, 1e-300, 1e300), "budget": (0, 97), "policy": ("full", "h2o\n", 1),
+    "stream_options": (1,), "document_id": (1,), "top_logprobs": (21,), "frequency_penalty": (2.1,), "presence_penalty": (2.1,),
 }  # fmt: skip
 
 

@@ -305,7 +305,7 @@ def schema(kind: str | None) -> dict:
         ("responses", {"input": "a", "top_p": 1.5}, "top_p", "top_p=1.5 must be at most 1"),
         ("completions", {"prompt": "a", "presence_penalty": -3}, "presence_penalty", "=-3 must be at least -2"),
         ("completions", {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias.5", "logit_bias.5=101 must be at most 100"),
-        ("completions", {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "=0 must be above 0"),
+        ("completions", {"prompt": "a", "repetition_penalty": 1e-300}, "repetition_penalty", "=1e-300 must be at least 0.01"),
         ("chat/completions", b"", None, "the body must be a JSON object, with content-type: application/json"),
         ("chat/completions", b"[]", None, "the body must be a JSON object"),
         ("chat/completions", b'{"a": "caf\xe9"}', None, "the body is not JSON: 'utf-8' codec can't decode byte 0xe9"),
