@@ -13,6 +13,7 @@ from locret_kernels.provenance import peak_memory
 
 from ..backbones.weight_bits import precision_of
 from ..cache.bounded import BoundedCache
+from ..cache.context import CacheCounters
 from ..heads import RetainingHeads, state_of
 from ..settings import Resolved
 
@@ -76,14 +77,15 @@ class Report:
     @classmethod
     def of(
         cls, model: PreTrainedModel, cache: BoundedCache, *, prompt_tokens: int, new_tokens: int, prefill_s: float,
-        decode_s: float, kept_rows: list[int], read_before: int = 0,
+        decode_s: float, kept_rows: list[int], read_before: int, earlier: CacheCounters,
     ) -> Self:  # fmt: skip
-        """Gather the figures of a finished run."""
+        """Gather the figures of a finished run. ``earlier``: the cache's counters when it began."""
         c = cache.counters
         return cls(
             policy=cache.policy.name, settings=cache.settings, prompt_tokens=prompt_tokens, new_tokens=new_tokens,
             prefill_s=prefill_s, decode_s=decode_s, kept_rows=kept_rows, read_before=read_before,
-            score_s=c.score_s, select_s=c.select_s, compact_s=c.compact_s,
+            score_s=c.score_s - earlier.score_s, select_s=c.select_s - earlier.select_s,
+            compact_s=c.compact_s - earlier.compact_s,
             evictions=c.evictions, evicted_rows=c.evicted_rows, cache_bytes=cache.nbytes,
             peak_bytes=peak_memory(model.device), device=str(model.device), dtype=precision_of(model),
             computed_share=c.computed_share, decoding=c.decoding, attention=cache.context.attention, versions=versions(),

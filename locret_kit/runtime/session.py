@@ -275,7 +275,7 @@ class Answer:
     ) -> Generator[str, None, None]:
         ids, cache, model = self.ids, self.cache, engine.model
         with attached(model), explain_oom(cache):
-            began, before = time.perf_counter(), cache.get_seq_length()
+            began, before, earlier = time.perf_counter(), cache.get_seq_length(), replace(cache.counters)
             sequence = engine.add(request, lambda: cache)
             engine.read(sequence, cache, progress)
             prefilled, kept = time.perf_counter(), cache.kept_rows
@@ -294,7 +294,7 @@ class Answer:
         self.stopped_by = sequence.stopped_by
         self._report = Report.of(
             model, cache, prompt_tokens=len(ids), new_tokens=len(self.tokens), prefill_s=prefilled - began,
-            decode_s=time.perf_counter() - prefilled, kept_rows=kept, read_before=before,
+            decode_s=time.perf_counter() - prefilled, kept_rows=kept, read_before=before, earlier=earlier,
         )  # fmt: skip
         yield from last
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from read_texts import read, text_of
 
 from locret_kernels.provenance import commit
 from locret_kit import HeadsConfig, RetainingHeads
@@ -87,3 +88,12 @@ def test_a_peak_is_that_of_the_program_alone():
     program = "import torch; from locret_kernels.provenance import peak_memory; print(peak_memory(torch.device('cpu')))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert 2**26 < int(done.stdout) < len(held)
+
+
+def test_seconds_of_a_report_are_those_of_its_own_run():
+    document = read("llama", "locret", text_of(), chunk=32)
+    counters, seconds = document.cache.counters, ("score_s", "select_s", "compact_s")
+    vars(counters).update(dict.fromkeys(seconds, 1000.0))
+    report = document.ask("What is it?", max_new_tokens=2).report
+    assert 0 < sum(getattr(report, name) for name in seconds) <= report.prefill_s + report.decode_s
+    assert report.evictions > counters.evictions > 0  # of the whole text
