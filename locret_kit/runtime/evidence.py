@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -96,29 +96,27 @@ def passages(
     if not len(weights) or not (whole := float(weights.sum())):
         return []
     size, texts = min(WINDOW, len(weights)), token_texts(tokenizer, ids[start:end])
-    sums, found = weights.unfold(0, size, 1).sum(-1), list[Passage]()
-    for _ in range(most):
+    sums, found, text = weights.unfold(0, size, 1).sum(-1), list[tuple[float, int, int]](), "".join(texts)
+    ends = [0, *accumulate(map(len, texts))]
+    while len(found) < most and (share := float(sums.max()) / whole) > 0:
         first = int(sums.argmax())
-        share = float(sums[first]) / whole
-        if share <= 0:
-            break
-        before, inside, after = ("".join(texts[a:b]) for a, b in pairwise((0, first, first + size, None)))
-        found.append(_passage(before, inside, after, share))
+        found.append((share, ends[first], ends[first + size]))
         sums[max(0, first - size + 1) : first + size] = 0
-    return found
+    for at, (share, start, end) in enumerate(found):  # each grows to whole sentences or lines, up to the others
+        low = max(0, start - GROWTH, *(stop for *_, stop in found if stop <= start))
+        high = min(len(text), end + GROWTH, *(begin for _, begin, _ in found if begin >= end))
+        begins, rest = [match.end() for match in _END.finditer(text, low, start)], _END.search(text[end:high])
+        found[at] = share, begins[-1] if begins else low, end + rest.start() if rest else high
+    return [_passage(text[:start], text[start:end], text[end:], share) for share, start, end in found]
 
 
-def _passage(before: str, inside: str, after: str, share: float) -> Passage:
-    """A part of a text, between two others, with what completes its sentences or lines."""
-    ends = [match.end() for match in _END.finditer(before, max(0, len(before) - GROWTH))]
-    cut = ends[-1] if ends else max(0, len(before) - GROWTH)
-    rest = _END.search(after, 0, GROWTH)
-    text = before[cut:] + inside + after[: rest.start() if rest else GROWTH]
+def _passage(before: str, text: str, after: str, share: float) -> Passage:
+    """A part of a text, between two others."""
     heading = _HEADING.match(text.lstrip())  # the beginning of a file, in a folder's text
     skipped = len(text) - len(text.lstrip()) + (heading.end() + 1 if heading else 0)
-    above = before[:cut] + text[:skipped]
+    above = before + text[:skipped]
     headings = [*_HEADING.finditer(above)]
     begin = headings[-1].end() if headings else 0
     line = above.count("\n", begin) + (not headings)
-    page = above.count(PAGE, begin) + 1 if PAGE in before + inside + after else None
+    page = above.count(PAGE, begin) + 1 if PAGE in before + text + after else None
     return Passage(text[skipped:].strip(), line, share, headings[-1]["path"] if headings else "", page)

@@ -1,5 +1,7 @@
 """Passages that an answer was read from. The oracle is the attention that transformers gives of the same tokens."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from read_texts import QUESTIONS, REREADING, load, parts, read, text_of
@@ -92,6 +94,20 @@ def test_passages_have_their_page():
     assert [passage.page for passage in found] == [1, 2, 3, 4]
     assert all(f"of page {passage.page}." in passage.text for passage in found)
     assert str(found[1]).startswith("page 2: Word")
+
+
+@pytest.mark.parametrize("tokens", [(100, 160, 220), (160, 100, 220)])
+def test_passages_share_no_words(tokens):
+    """Of one sentence, in which each would grow over the others."""
+    _, tokenizer, _ = parts("llama")
+    words = [f"w{number}" for number in range(200)]
+    ids = tokenizer(" ".join(words), add_special_tokens=False).input_ids
+    received = torch.zeros(len(ids))
+    received[list(tokens)] = torch.tensor([3.0, 2.0, 1.0])
+    found = passages(tokenizer, ids, received, 0, len(ids))
+    texts = sorted((" ".join(words).index(one.text), one.text) for one in found)
+    assert [one.share for one in found] == [3 / 6, 2 / 6, 1 / 6]
+    assert all(at + len(text) <= after for (at, text), (after, _) in pairwise(texts))
 
 
 def test_no_text_no_evidence(tmp_path):
