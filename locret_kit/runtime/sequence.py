@@ -266,16 +266,13 @@ class PromptScheduler:
         present = {id(prompt) for prompt in reading}
         self._order = [entry for entry in self._order if id(entry.prompt) in present]
         self._books = [entry for entry in self._books if id(entry.prompt) in present]
-        for book in list(self._books):
-            if not book.background and book.prompt.remaining <= self.long:
-                place = self._place(book.prompt.remaining, promoted=book)
-                if place is not None:
-                    self._books.remove(book)
-                    self._order.insert(place, book)
-                    book.passed = 0
+        for book in [one for one in self._books if not one.background and one.prompt.remaining <= self.long]:
+            if (place := self._place(book.prompt.remaining, promoted=book)) is not None:
+                self._books.remove(book)
+                self._order.insert(place, book)
+                book.passed = 0
         self._books.sort(key=lambda book: -book.passed)
-        chosen: list[QueueEntry] = []
-        room = self.piece
+        chosen, room = list[QueueEntry](), self.piece
         for entry in [*self._order, *self._books]:
             if chosen and (entry.prompt.piece_len > room or not self._affords(entry)):
                 break
