@@ -92,11 +92,11 @@ def add_documents(app: FastAPI, server: Server) -> None:
 
     @app.delete("/v1/documents/{name}")
     async def delete(name: str, request: Request) -> dict[str, object]:
-        upload = server.document(server.owner(request), name)
+        engine, upload = server.ready(), server.document(server.owner(request), name)
         upload.deleted = True
         if upload.document is not None or upload.error is not None:
             server.documents.pop(upload.id, None)  # another thread may have seen first that its file is gone
-        server.ready().forget(upload.id)
+        engine.forget(upload.id)
         return {"id": upload.id, "object": "document", "deleted": True}
 
 

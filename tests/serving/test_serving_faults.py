@@ -32,7 +32,7 @@ from locret_kit.serving import document_routes, state
 from locret_kit.serving.bodies import ChatBody
 from locret_kit.serving.engine_thread import EngineThread
 from locret_kit.serving.request import Busy
-from locret_kit.serving.state import Limits, Server
+from locret_kit.serving.state import Limits, Server, UploadedDocument
 from locret_kit.text.converters import LACKS
 from locret_kit.text.reader import Late, Unwanted, convert
 
@@ -421,3 +421,12 @@ def test_logs_hold_neither_prompts_nor_keys(url, caplog):
     assert "/v1/chat/completions 200" in said and "secret" not in said
     assert not any(key in said for key in (*KEYS, "wrong-key"))
     assert all("\n" not in record.getMessage() for record in caplog.records)
+
+
+def test_a_document_stays_whose_deletion_is_refused():
+    """A server that still loads knows the documents that it has loaded."""
+    server = Server(None, "tiny")
+    server.documents["doc_1"] = UploadedDocument("doc_1", *server.owners.values(), "a", 0, error="it has no text")
+    with listening(server) as url:
+        assert httpx.delete(f"{url}/v1/documents/doc_1").status_code == 503
+        assert [one["id"] for one in httpx.get(f"{url}/v1/documents").json()["data"]] == ["doc_1"]
