@@ -52,7 +52,7 @@ def chat_fields(body: JsonObject) -> JsonObject:
         messages = [
             placed(f"messages.{at}", one) for at, message in enumerate(given) for one in messages_of(message, left_out)
         ]
-        fields["left_out"] = sorted(left_out)
+        fields["left_out"] = left_out
         fields["messages"] = [*system_of(body, "system"), *messages]
     if isinstance(choice := body.get("tool_choice"), dict):
         kind = choice.get("type")

@@ -100,7 +100,8 @@ class CompletionBody(Part):
     evidence: bool = False
     """Give each answer the passages of the document that it was read from. A file without its text has none."""
     left_out: list[str] = Field(default_factory=list)
-    """Parts of the body that have no effect here."""
+    """Parts of the body that have no effect here. They come in a set: a client's field of this name is unknown."""
+    _found = field_validator("left_out", mode="before")(lambda found: sorted(found) if isinstance(found, set) else [])
 
     @model_validator(mode="before")
     @classmethod

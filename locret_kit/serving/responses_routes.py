@@ -64,7 +64,7 @@ def chat_fields(body: JsonObject) -> JsonObject:
     if isinstance(items, list):
         left_out = set[str]()
         fields["messages"] = [*system_of(body, "instructions"), *messages_of(items, left_out)]
-        fields["left_out"] = sorted(left_out)
+        fields["left_out"] = left_out
     fields["echoed"] = {name: default if body.get(name) is None else body[name] for name, default in ECHOED.items()}
     return fields
 
