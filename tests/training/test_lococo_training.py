@@ -10,7 +10,7 @@ from policy_runs import backbone, make, tokens
 from locret_kit import attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.cli.train import main as train
-from locret_kit.config.recipes import load_config
+from locret_kit.config.recipes import known_recipes, load_config, read_recipe
 from locret_kit.policies.methods.lococo import load_pool, save_pool
 from locret_kit.training.fit import read_curves
 from locret_kit.training.pool import PoolTraining
@@ -64,6 +64,11 @@ def test_gradients_are_those_of_finite_differences():
                 for x in weights:
                     x += 0.002 / length * x.grad
             assert length > 1e-3 and (losses[0] - losses[1]) / 0.004 == pytest.approx(length, rel=5e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in known_recipes() if read_recipe(name).values.get("trains") == "pool"])
+def test_every_recipe_of_a_pool_can_be_trained(name):
+    PoolTraining(backbone(), load_config([f"recipe={name}", "backbone.model=tiny"]))
 
 
 # ---- the command lines ----------------------------------------------------------------------------------------------------
