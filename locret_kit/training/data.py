@@ -5,6 +5,7 @@ The validation data of each source is set aside first. The rest is trained on.
 
 import os
 import random
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -340,6 +341,13 @@ Step = list[list[Sample]]
 """Samples of one process for one optimiser step, in batches of one forward each."""
 
 
+def _leave_signals(worker: int) -> None:
+    """Leave Ctrl-C and SIGTERM, which reach a whole group of processes, to the training: it stops after a step, and needs the
+    samples of the next one until then."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 class Share(Dataset[Step]):
     """One process's share of one common order, by the number of the optimiser step from ``start`` on, without end.
 
@@ -414,7 +422,9 @@ class SampleModule(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         share = Share(self.samples, self.done, rank, world, self.per_step, self.cfg.batch)
-        return DataLoader(share, batch_size=None, sampler=count(), num_workers=self.cfg.num_workers)
+        return DataLoader(
+            share, batch_size=None, sampler=count(), num_workers=self.cfg.num_workers, worker_init_fn=_leave_signals
+        )
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(cast("Dataset[Sample]", self.samples.held), batch_size=None, shuffle=False)

@@ -21,7 +21,7 @@ from locret_kit.config.recipes import load_config
 from locret_kit.files import locked
 from locret_kit.training import SETTINGS as RECORDED
 from locret_kit.training import fit, flat, module
-from locret_kit.training.data import SampleModule
+from locret_kit.training.data import SampleModule, Share
 from locret_kit.training.fit import read_curves
 from locret_kit.training.module import HeadTraining
 from locret_kit.training.state import check_state, newest_state
@@ -148,6 +148,27 @@ def test_a_signal_lets_the_step_finish_saves_and_prints_the_command(backbone, wh
     assert status_of(start(lambda: main(again[1:]), log)) == 0
     assert "6/8 [00:00<?" in log.read_text(), "the bar of a run that goes on says how far it is"
     same_run(whole, part)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_leaves_those_that_prepare_samples(backbone, tmp_path, monkeypatch, number):
+    """As a terminal sends Ctrl-C; samples are slower than steps, so that the next one is not there yet."""
+    step, sample, part = HeadTraining.end_step, Share.__getitem__, tmp_path / "part"
+
+    def signal_all(self, *args):
+        step(self, *args)
+        if self.global_step == 2:
+            os.killpg(0, number)
+
+    def train() -> int:
+        os.setpgrp()
+        return main(arguments(backbone, part, "data.num_workers=1"))
+
+    monkeypatch.setattr(HeadTraining, "end_step", signal_all)
+    monkeypatch.setattr(Share, "__getitem__", lambda self, number: time.sleep(0.5) or sample(self, number))
+    assert status_of(start(train, tmp_path / "part.log")) == 130
+    text = (tmp_path / "part.log").read_text()
+    assert "stopped at step 2; state saved" in text and "Traceback" not in text
 
 
 def test_a_signal_during_a_validation_lets_it_finish(backbone, whole, tmp_path, monkeypatch):
