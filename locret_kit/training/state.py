@@ -55,21 +55,27 @@ def begin_from(resume: str, out: Path) -> Path | None:
     """The checkpoint that a run begins from.
 
     Raises:
-        ValueError: a new run in the folder of another, or ``resume`` is no checkpoint of a run.
+        ValueError: a new run, or one from elsewhere, in the folder of another; or ``resume`` is no checkpoint of a run.
     """
-    if resume in ("auto", "never"):
-        newest = newest_state(out)
-        if resume == "never" and any((out / "state").glob("*.ckpt")):
-            steps = read_state(newest)["global_step"] if newest else 0
-            raise ValueError(f"out={out} holds a run of {steps} steps: resume=auto continues it, or choose another out")
-        if resume == "never" and any(KEPT.match(path.name) for path in (out / "best").glob("*")):
-            raise ValueError(f"out={out} holds the best heads of another run: choose another out")
+    given, states = None if resume in ("auto", "never") else Path(resume), out / "state"
+    if given is not None:
+        try:
+            read_state(given)
+        except ValueError as error:
+            raise ValueError(
+                f"resume={error}: name a whole checkpoint in an earlier run's out/state, or auto"
+            ) from error
+        if given.resolve().parent == states.resolve():
+            return given
+    newest = newest_state(out)
+    if resume == "auto":
         return newest
-    try:
-        read_state(Path(resume))
-    except ValueError as error:
-        raise ValueError(f"resume={error}: name a whole checkpoint in an earlier run's out/state, or auto") from error
-    return Path(resume)
+    if any(states.glob("*.ckpt")):
+        steps = read_state(newest)["global_step"] if newest else 0
+        raise ValueError(f"out={out} holds a run of {steps} steps: resume=auto continues it, or choose another out")
+    if any(KEPT.match(path.name) for path in (out / "best").glob("*")):
+        raise ValueError(f"out={out} holds the best heads of another run: choose another out")
+    return given
 
 
 def check_state(path: Path, module: FrozenTraining, data: SampleModule) -> list[str]:

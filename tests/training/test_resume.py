@@ -238,6 +238,16 @@ def test_a_new_run_does_not_mix_its_best_heads_with_those_of_a_run_that_saved_no
     assert said == f"locret-train: out={tmp_path} holds the best heads of another run: choose another out"
 
 
+def test_a_checkpoint_from_elsewhere_does_not_replace_another_run(backbone, run, tmp_path, capsys):
+    """Into an empty folder it goes on there; the same command again would delete the steps made since."""
+    given = arguments(backbone, tmp_path, "optim.steps=3", f"resume={run}/state/step=2.ckpt")
+    assert main(given) == 0
+    before = files(tmp_path)
+    assert f"out={tmp_path} holds a run of 3 steps: resume=auto continues it" in refused(capsys, *given)
+    assert files(tmp_path) == before
+    assert main([*given[:-1], f"resume={tmp_path}/state/step=3.ckpt"]) == 0
+
+
 def test_auto_in_an_empty_folder_begins_anew_and_in_a_finished_run_ends_at_once(backbone, run, tmp_path):
     assert main(arguments(backbone, tmp_path, "optim.steps=2", "resume=auto")) == 0
     same_run(run, tmp_path)
