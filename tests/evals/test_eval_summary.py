@@ -151,6 +151,12 @@ def test_rows_of_two_texts_by_one_name_are_refused(tmp_path):
     assert len(read_rows(tmp_path)) == 3
 
 
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_a_share_of_the_prompt_comes_to_other_settings_in_each_prompt(tmp_path, share):
+    write(tmp_path / "rows.0.jsonl", *(replace(ROW, budget=share, sample=i, stabilizers=6 + i) for i in range(2)))
+    assert len(read_rows(tmp_path)) == 2
+
+
 def test_rows_survive_the_file_and_those_without_later_fields_are_read(tmp_path):
     """U+2028 and its kind end lines for `str.splitlines`, not for JSON."""
     row = replace(ROW, output="a\nb\u2028\u2029c\x85\x0c\r", scores={"match": 1.0}, answer=["x", 2], depth=0.25)

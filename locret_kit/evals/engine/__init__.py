@@ -370,7 +370,8 @@ def check_cells(rows: Iterable[Row]) -> None:
     for row in rows:
         for name in (*SETTINGS, "text_hash") if row.error is None else ():
             value = getattr(row, name)
-            unset = (name in RECORDED and not value) or (name in SCHEDULED and (row.one_shot or row.budget < 1))
+            by_prompt = row.one_shot or not row.budget or isinstance(row.budget, float)
+            unset = not value if name in RECORDED else name in SCHEDULED and by_prompt
             if unset:
                 continue
             shared = row.key[: len(COLUMN)] if name == "text_hash" else row.key[:-1]
