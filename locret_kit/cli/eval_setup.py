@@ -178,10 +178,12 @@ def run_of(config: EvalConfig, parts: EvalParts) -> Run:
 def engine_for_harness(settings: dict[str, object]) -> tuple[Setup, Variant]:
     """Backbone and variant of ``--model_args policy=...,budget=...`` and this command's keys."""
     given = {name: value for name, value in settings.items() if value is not None}
+    if "adapter" in settings:  # the harness has made None of the word
+        given["adapter"] = settings["adapter"] or "none"
     policy, budget = given.pop("policy", "full"), given.pop("budget", 1024)
     if not torch.cuda.is_available() and str(given.get("device", "")).startswith("cuda"):
         del given["device"]  # the harness's own default
-    words = [f"{name}={value}" for name, value in given.items()]
+    words = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in given.items()]
     config = load_eval_config(["tasks=lm_eval", "out=-", f"policies=[{policy}]", f"budgets=[{budget}]", *words])
     if read_protect(config.protect) - {"first"}:
         raise ValueError(f"protect={config.protect}: lm_eval makes the prompts, so only 'first' is supported")

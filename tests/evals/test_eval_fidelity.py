@@ -14,6 +14,8 @@ from real_templates import real_tokenizer
 from tiny_models import tiny_model
 from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
 
+from locret_kit.backbones.load import load_config
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.cli.eval import main
 from locret_kit.documents.kept import Kept
@@ -22,6 +24,7 @@ from locret_kit.evals.engine.harness import LocretLM, sampling_of
 from locret_kit.evals.engine.measure import Forced, continuation_ids, nll_reading
 from locret_kit.evals.tasks import find_tasks
 from locret_kit.evals.tasks.task import Example
+from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.runtime import sequence
 from locret_kit.runtime.session import Sampling
 from locret_kit.settings import RunSettings
@@ -266,10 +269,16 @@ def test_the_command_line_is_the_harness_s_with_one_model_more(monkeypatch):
 
 def test_the_class_that_a_registry_names(tmp_path):
     """As the harness makes it: of the strings of ``--model_args``, and what it adds of its own."""
+    from lm_eval.utils import simple_parse_args_string
+
     from locret_kit.lm_eval import Locret
 
-    given = dict(policy="streaming(sinks=8)", budget=32, chunk=16, batch_size=1)
-    one = Locret(model=str(save_tiny_backbone(tmp_path)), **given)
+    given = simple_parse_args_string("policy=streaming(sinks=8),budget=32,chunk=16,one_shot=true,adapter=none")
+    folder = save_tiny_backbone(tmp_path)
+    heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(load_config(str(folder))), str(folder), 8, adapter="lora"))
+    heads.save_pretrained(tmp_path / "heads")
+    one = Locret(ckpt=str(tmp_path / "heads"), batch_size=1, **given)
     assert (one.variant.policy, one.variant.budget) == ("streaming(sinks=8)", 32)
+    assert one.setup.settings_for(one.variant, 90).one_shot and one.setup.adapter is None
     with pytest.raises(ValueError, match="budgt"):
         Locret(model=str(tmp_path), budgt=32)
