@@ -26,6 +26,7 @@ from .files import CONFIG, parse_json, read_json, write_json
 from .heads import FORMAT, RetainingHeads, best_of
 from .hub import REPO, push
 from .naming import prefixed_errors
+from .runtime.report import weights_hash
 from .settings import SMOOTH_L1
 
 _FILE = re.compile(r"\.(json|jsonl|parquet|txt|gz|md|yaml|pt|bin|ckpt|safetensors)$")
@@ -118,7 +119,8 @@ def write_release(
         elif file.name != CARD:
             shutil.copy(file, target / file.name)
     names = {path.name for path in (folder, beside) if path}  # of the best heads of a run, that of the folder best too
-    mine = distinct([row for row in rows if row.heads in names])
+    known = "", weights_hash(heads)  # every run's heads may have one name; old rows say no hash
+    mine = distinct([row for row in rows if row.heads in names and row.heads_hash in known])
     cells = summarize(row for row in mine if row.policy == heads.config.policy)
     prose = MEASURED.sub("", prose) if cells else prose
     with prefixed_errors(f"{source}: {TRAINING} is no training's configuration", KeyError, TypeError, UndefinedError):

@@ -21,6 +21,7 @@ from locret_kit import HeadsConfig, RetainingHeads, hub
 from locret_kit.backbones.spec import AttentionLayer, BackboneSpec
 from locret_kit.card import read_card, write_release
 from locret_kit.heads import state_of
+from locret_kit.runtime.report import weights_hash
 
 SPEC = BackboneSpec("llama", tuple(AttentionLayer(4, 2, 8, 8, index=i) for i in range(3)), "silu")
 INFERENCE = {"budget": 64, "chunk": 32, "stabilizers": 8, "local_len": 8, "positions": "compact"}
@@ -107,6 +108,15 @@ def test_results_of_a_published_card_make_way_for_those_of_today(tmp_path):
     after = (tmp_path / "again" / "README.md").read_text()
     assert (before.count("(n=2)"), after.count("(n=2)"), after.count("(n=3)")) == (1, 0, 1)
     assert after.count("## Measured") == after.count("My words.") == 1
+
+
+def test_results_of_other_weights_by_the_same_name_are_not_those_of_these(tmp_path):
+    """Every run's heads are named heads; these have been trained anew since some of the rows."""
+    source, mine = save(tmp_path / "heads"), weights_hash(make())
+    rows = [{**ROWS[0], "sample": i, "score": s, "heads_hash": h} for i, s, h in ((0, 1.0, mine), (1, 0.0, "f" * 16))]
+    (source / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_release(make(), "me/heads", tmp_path / "release", source)
+    assert "| match | 1.00 [0.21, 1.00] (n=1) |" in (tmp_path / "release" / "README.md").read_text()
 
 
 SHIPPED = {
