@@ -97,8 +97,8 @@ def rank_of(name: str) -> tuple[float, int]:
 
 
 def best_of(folder: Path) -> Path:
-    """The best heads in the folder ``best`` of a training; another folder itself."""
-    names = [one.name for one in folder.iterdir() if KEPT.match(one.name)]
+    """The best whole heads in the folder ``best`` of a training; another folder itself."""
+    names = [one.name for one in folder.iterdir() if KEPT.match(one.name) and (one / WEIGHTS).is_file()]
     return folder / max(names, key=rank_of) if names else folder
 
 

@@ -119,6 +119,13 @@ def test_results_of_other_weights_by_the_same_name_are_not_those_of_these(tmp_pa
     assert "| match | 1.00 [0.21, 1.00] (n=1) |" in (tmp_path / "release" / "README.md").read_text()
 
 
+def test_heads_that_were_half_written_are_not_the_best(tmp_path):
+    """As a full disk leaves them."""
+    save(tmp_path / "best" / "recall=0.1000-step=2")
+    (tmp_path / "best" / "recall=0.2000-step=4").mkdir()
+    assert torch.equal(RetainingHeads.from_pretrained(tmp_path / "best")[0].fc1.weight, make()[0].fc1.weight.bfloat16())
+
+
 SHIPPED = {
     "smollm2-135m-locret": ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"),
     "gemma3-270m-locret": ("google/gemma-3-270m", "gemma"),
