@@ -37,14 +37,14 @@ def resolve(name: str) -> tuple[PretrainedConfig, Values]:
 
     from ..backbones.load import load_config, resolve_model
 
-    stem, values = name, Values()
+    given, values = name, Values()
     if name in known_recipes() or name.endswith((".yaml", ".yml")):
-        stem, values = (recipe := read_recipe(name)).name, recipe.values
+        values = read_recipe(name).values
         if not (name := str(values.get("backbone.model") or "")):
-            raise ValueError(f"model={stem}: this recipe names no backbone; give a folder or a Hub id")
+            raise ValueError(f"model={given}: this recipe names no backbone; give a folder or a Hub id")
     shipped = shipped_configs()
-    for key, raw in shipped.items():
-        if key == stem or raw["_name_or_path"] == name:
+    for recipe, raw in shipped.items():
+        if name in (raw["_name_or_path"], read_recipe(recipe).values["backbone.model"]):
             raw = {k: v for k, v in raw.items() if k != "_name_or_path"}
             return AutoConfig.for_model(str(raw.pop("model_type")), **raw), values
     known = [*known_recipes(), *(str(raw["_name_or_path"]) for raw in shipped.values())]
