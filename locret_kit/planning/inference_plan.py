@@ -149,7 +149,7 @@ class Plan:
 
     weights: int
     heads: int
-    """The heads and, in training, their gradients and optimiser state; on a card those that are folded too."""
+    """The heads; on a card those that are folded too."""
     cache: int
     phases: dict[str, int]
     """Bytes that come and go, at the widest moment of each phase."""
