@@ -269,12 +269,6 @@ def differences_table(pairs: Iterable[Difference], against: str) -> Table:
     lines = []
     for pair in pairs:
         cell = pair.cell
-        names = [
-            over(cell.task, cell.haystack),
-            size(cell.length),
-            str(cell.budget or "-"),
-            cell.label,
-            named(cell.metric),
-        ]
-        lines.append([*names, str(cell.n), f"{pair.theirs:.3f}", str(pair)])
+        names = [over(cell.task, cell.haystack), size(cell.length), str(cell.budget or "-"), cell.label]
+        lines.append([*names, named(cell.metric), str(cell.n), f"{pair.theirs:.3f}", str(pair)])
     return Table(head, lines)
