@@ -57,16 +57,15 @@ def begin_from(resume: str, out: Path) -> Path | None:
     Raises:
         ValueError: a new run, or one from elsewhere, in the folder of another; or ``resume`` is no checkpoint of a run.
     """
-    given, states = None if resume in ("auto", "never") else Path(resume), out / "state"
-    if given is not None:
+    states = out / "state"
+    if resume not in ("auto", "never"):
+        advice = "name a whole checkpoint in an earlier run's out/state, or auto"
         try:
-            read_state(given)
+            read_state(Path(resume))
         except ValueError as error:
-            raise ValueError(
-                f"resume={error}: name a whole checkpoint in an earlier run's out/state, or auto"
-            ) from error
-        if given.resolve().parent == states.resolve():
-            return given
+            raise ValueError(f"resume={error}: {advice}") from error
+        if Path(resume).resolve().parent == states.resolve():
+            return Path(resume)
     newest = newest_state(out)
     if resume == "auto":
         return newest
@@ -75,7 +74,7 @@ def begin_from(resume: str, out: Path) -> Path | None:
         raise ValueError(f"out={out} holds a run of {steps} steps: resume=auto continues it, or choose another out")
     if any(KEPT.match(path.name) for path in (out / "best").glob("*")):
         raise ValueError(f"out={out} holds the best heads of another run: choose another out")
-    return given
+    return None if resume == "never" else Path(resume)
 
 
 def check_state(path: Path, module: FrozenTraining, data: SampleModule) -> list[str]:
