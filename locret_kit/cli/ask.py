@@ -11,7 +11,7 @@ from ..cache.file import read_record
 from ..config.infer_options import ASK, AskOptions
 from ..files import read_utf8
 from ..naming import prefixed_errors
-from .command import entry, note, record_of, write_answer
+from .command import entry, note, record_of, typed_or_piped, write_answer
 
 
 def run_ask(args: AskOptions) -> int:
@@ -63,7 +63,7 @@ def words_of(file: str) -> str:
     """The text of a file of questions, or of stdin for -. Raises ValueError if it cannot be read."""
     with (
         prefixed_errors("stdin" if file == "-" else f"question_file={file!r}", ValueError, OSError),
-        nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream,
+        nullcontext(typed_or_piped("questions")) if file == "-" else Path(file).open("rb") as stream,
     ):
         return "".join(read_utf8(stream))
 

@@ -171,11 +171,9 @@ def text_of(file: str | None, include: Sequence[str] = ()) -> Iterator[str]:
             return iter([*read_folder(name, include, warn)])
     if include:
         raise ValueError(f"include={include[0]!r} chooses files of a folder, and {source} is none")
-    if source == "stdin" and sys.stdin.isatty():
-        print("reading the text from the terminal; end it with Ctrl-D", file=sys.stderr)
     with ExitStack() as opened:
         try:
-            stream = sys.stdin.buffer if source == "stdin" else opened.enter_context(Path(name).open("rb"))
+            stream = typed_or_piped("text") if source == "stdin" else opened.enter_context(Path(name).open("rb"))
             first = stream.read(1 << 16)
             if holds_tensors(first):
                 raise ValueError(
@@ -188,6 +186,14 @@ def text_of(file: str | None, include: Sequence[str] = ()) -> Iterator[str]:
         except OSError as error:
             hint = ": download it first, and name the file" if "://" in name else ""
             raise ValueError(f"{source} cannot be read: {error.strerror}{hint}") from error
+
+
+def typed_or_piped(what: str) -> BinaryIO:
+    """stdin; of a terminal all that is typed, up to one Ctrl-D. Another look at its end would wait for a second one."""
+    if not sys.stdin.isatty():
+        return sys.stdin.buffer
+    note(f"reading the {what} from the terminal; end it with Ctrl-D")
+    return io.BytesIO(sys.stdin.buffer.read())
 
 
 def _blocks(stream: BinaryIO, first: bytes, source: str, opened: ExitStack) -> Iterator[str]:

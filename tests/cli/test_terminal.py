@@ -63,6 +63,36 @@ def test_a_question_has_no_byte_order_mark(tmp_path):
     assert ask.words_of(str(tmp_path / "asked")) == "Who?\n"
 
 
+class Keys(io.RawIOBase):
+    """A terminal's lines up to one Ctrl-D, after which nothing is typed."""
+
+    def __init__(self, *lines: bytes) -> None:
+        self.lines = [*lines, b""]
+
+    def readable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return True
+
+    def readinto(self, room: memoryview) -> int:
+        line = self.lines.pop(0)  # raises where a second Ctrl-D is waited for
+        room[: len(line)] = line
+        return len(line)
+
+
+@pytest.mark.parametrize("lines", [(), (b"caf\xc3\xa9\n", b"Who?\n"), (b"no end",)])
+@pytest.mark.parametrize("read, what", [(command.text_of, "text"), (ask.words_of, "questions")])
+def test_one_ctrl_d_ends_what_is_typed(monkeypatch, capsys, lines, read, what):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Keys(*lines)), "utf-8"))
+    if read == command.text_of and not lines:
+        with pytest.raises(ValueError, match="stdin has no text"):
+            read("-")
+    else:
+        assert "".join(read("-")) == b"".join(lines).decode()
+    assert capsys.readouterr().err == f"reading the {what} from the terminal; end it with Ctrl-D\n"
+
+
 class Said(list[str]):
     """Pieces of an answer without evidence."""
 
