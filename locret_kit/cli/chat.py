@@ -315,7 +315,7 @@ class Talk:
         if path.suffix == SUFFIX:
             if self.document is None:
                 raise ValueError("there is no document to save: /read one, or save the conversation as .md")
-            self.document.save(path, names=self.chosen.names)
+            self.document.save(path, names=replace(self.chosen, policy=self.document.cache.policy).names)
         else:
             if not self.chat.turns:
                 raise ValueError("the conversation is empty")

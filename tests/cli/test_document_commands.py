@@ -18,7 +18,7 @@ from tiny_tokenizer import TEXT, save_tiny_backbone, tiny_tokenizer
 from locret_kit import Document
 from locret_kit.backbones import demo
 from locret_kit.backbones.load import load_backbone
-from locret_kit.cli import infer
+from locret_kit.cli import chat, infer
 from locret_kit.cli.ask import ask, questions_of
 from locret_kit.cli.info import info
 from locret_kit.cli.kept import kept
@@ -33,7 +33,7 @@ HERE = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kern
 RUN = ("--budget", "48", "--chunk", "32", "--stabilizers", "8", "--local-len", "8")
 EVIL = "</script><img src=x onerror=alert(1)> & <b>"
 QUESTIONS = ("What is it?", "Remember the key?")
-COMMANDS = {"read": read, "info": info, "ask": ask, "infer": infer.main, "kept": kept}
+COMMANDS = {"read": read, "info": info, "ask": ask, "infer": infer.main, "kept": kept, "chat": chat.main}
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +186,12 @@ def test_nothing_private_is_in_a_file(use, place, tmp_path):
     held = (tmp_path / "a.locret").read_bytes()
     assert str(place).encode() not in held and b'"heads"' in held.replace(b"\\", b"")
     assert use("ask", "{out}/a.locret", *QUESTIONS)[0] == 0  # the last parts of the names lead here by chance
+
+
+def test_a_talk_of_another_policy_keeps_the_name_of_a_document_s_heads(use, book):
+    words = "--ckpt", "heads", "--policy", "snapkv", "--chunk", "32"
+    assert use("chat", *words, stdin=f"/read {book}\n/save {book.with_name('again.locret')}\n")[0] == 0
+    assert use("ask", str(book.with_name("again.locret")), "What is it?", "--max-new-tokens", "1")[0] == 0
 
 
 def test_info_is_quick_and_shows_the_record(use, book):
