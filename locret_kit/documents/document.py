@@ -256,9 +256,9 @@ class Document:
             search=self.search(ids) if evidence else None,
         )  # fmt: skip
 
-    def search(self, prompt: Sequence[int]) -> EvidenceSearch | None:
-        """A search for the passages of the text that an answer to a prompt was read from; None without the text."""
-        return EvidenceSearch(self.tokenizer, prompt, self.span) if self.has_text else None
+    def search(self, prompt: Sequence[int]) -> EvidenceSearch:
+        """A search for the passages of the text that an answer to a prompt was read from; it finds none without the text."""
+        return EvidenceSearch(self.tokenizer, prompt, self.span if self.has_text else (0, 0))
 
     def fork_for(self, prompt_length: int, *, evidence: bool = False) -> BoundedCache:
         """A copy of the cache for a prompt of ``prompt_length`` tokens (document and question), ready to read the rest."""

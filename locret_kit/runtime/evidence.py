@@ -46,7 +46,7 @@ class EvidenceSearch:
     """Search for the passages of a prompt's text that an answer was read from. Both calls take the answer's cache.
 
     Args:
-        ids: the prompt. text: tokens ``[start, end)`` of the text in it.
+        ids: the prompt. text: tokens ``[start, end)`` of the text in it; none where they are not known.
 
     Attributes:
         received: attention ``[P]`` that each token of the prompt received from the answer's, once it has ended; None where the
@@ -57,6 +57,11 @@ class EvidenceSearch:
         self.tokenizer, self.ids, self.text = tokenizer, ids, text
         self._before: Tensor | None = None
         self.received: Tensor | None = None
+
+    @property
+    def knows_text(self) -> bool:
+        """Whether the text's tokens are known."""
+        return self.text[0] < self.text[1]
 
     @property
     def begun(self) -> bool:

@@ -178,7 +178,7 @@ class Admission:
         tokens = len(request.prompt.ids)
         if request.document is not None:
             document, request.document = request.document, None
-            if request.spec.evidence:
+            if request.spec.evidence and document.has_text:
                 request.search = document.search(request.prompt.ids)
             request.cache = document.fork_for(tokens, evidence=request.spec.evidence)
         elif prefix is not None:

@@ -194,6 +194,16 @@ def test_a_talk_of_another_policy_keeps_the_name_of_a_document_s_heads(use, book
     assert use("ask", str(book.with_name("again.locret")), "What is it?", "--max-new-tokens", "1")[0] == 0
 
 
+def test_evidence_that_finds_nothing_says_why(use, tmp_path):
+    words = "--evidence", "--max-new-tokens", "1"
+    assert use("read", "long.txt", "-o", "{out}/a.locret", "--ckpt", "heads", *RUN, "--no-text")[0] == 0
+    for name, given, stdin in (("ask", ["What is it?"], ""), ("chat", ["--history", "64"], "What is it?")):
+        status, out, err = use(name, f"{tmp_path}/a.locret", *given, *words, stdin=stdin)
+        assert status == 0 and "evidence" not in out and "no evidence: the document was written without its text" in err
+    status, out, err = use("infer", "long.txt", "--ckpt", "heads", "--policy", "minference", "--question", "?", *words)
+    assert status == 0 and "evidence" not in out and "no evidence: no attention to the text was summed up" in err
+
+
 def test_info_is_quick_and_shows_the_record(use, book):
     code = f"import sys\nfrom locret_kit.cli.info import info\ninfo([{str(book)!r}])\n"
     code += "assert not {'torch', 'transformers'} & set(sys.modules)"
