@@ -123,5 +123,6 @@ def _passage(before: str, text: str, after: str, share: float) -> Passage:
     headings = [*_HEADING.finditer(above)]
     begin = headings[-1].end() if headings else 0
     line = above.count("\n", begin) + (not headings)
-    page = above.count(PAGE, begin) + 1 if PAGE in before + text + after else None
+    paged = not headings and PAGE in before + text + after  # a folder has no PDF; in code form feeds part sections
+    page = above.count(PAGE) + 1 if paged else None
     return Passage(text[skipped:].strip(), line, share, headings[-1]["path"] if headings else "", page)

@@ -63,6 +63,7 @@ def test_what_is_read_again_counts_at_its_place_in_the_prompt():
 def test_passages_are_lines_of_files(tmp_path):
     _, tokenizer, _ = parts("llama")
     lines = [f"Line {number} of this file has a word." for number in range(40)]
+    lines[3] = "\f"  # as C and Python files have it between sections
     text = "".join(HEADING.format(path=path) + "\n".join(lines) + "\n\n" for path in ("a.py", "sub/b.py"))
     before, ids = (tokenizer(words, add_special_tokens=False).input_ids for words in ("x", text))
     target = text.rindex("Line 21 of")
