@@ -18,7 +18,7 @@ def run_read(args: ReadOptions) -> int:
     """Load, read, save. Raises ValueError or OSError with a one-line message."""
     title = title_of(args.file)
     if args.out is None and not title:
-        raise ValueError("out=... is missing: a text from stdin has no name")
+        raise ValueError("out=... is missing: a text from stdin or a pipe has no name")
     target = Path(args.out or f"{title if Path(str(args.file)).is_dir() else Path(title).stem}{SUFFIX}")
     if args.append and args.overwrite:
         raise ValueError("give --append or --overwrite, not both")

@@ -204,6 +204,16 @@ def test_evidence_that_finds_nothing_says_why(use, tmp_path):
     assert status == 0 and "evidence" not in out and "no evidence: no attention to the text was summed up" in err
 
 
+def test_a_pipe_that_is_named_as_a_file_has_no_title(use, tmp_path):
+    """As of a shell's <(...)."""
+    end, pipe = os.pipe()
+    os.write(pipe, TEXT.encode())
+    os.close(pipe)
+    with open(end, "rb"):
+        said = use("read", f"/dev/fd/{end}", "--ckpt", "heads", *RUN)[::2]
+    assert said == (1, "locret-read: out=... is missing: a text from stdin or a pipe has no name\n")
+
+
 def test_info_is_quick_and_shows_the_record(use, book):
     code = f"import sys\nfrom locret_kit.cli.info import info\ninfo([{str(book)!r}])\n"
     code += "assert not {'torch', 'transformers'} & set(sys.modules)"
@@ -331,7 +341,7 @@ def test_kept_text_in_the_terminal(use, book):
 
 
 BAD = [
-    (("read", "--ckpt", "heads"), 1, "out=... is missing: a text from stdin has no name"),
+    (("read", "--ckpt", "heads"), 1, "out=... is missing: a text from stdin or a pipe has no name"),
     (("read", "long.txt", "-o", "{out}/x", "--append"), 1, "/x' does not exist"),
     (("read", "long.txt", "-o", "{out}/no/x", "--ckpt", "heads"), 1, "its folder is missing"),
     (("read", "gone.txt", "-o", "{out}/x", "--ckpt", "heads"), 1, "gone.txt' cannot be read"),
