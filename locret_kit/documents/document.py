@@ -138,8 +138,10 @@ class Document:
         """
         refuse_name(text)
         longer = self.text.copy()
-        longer.feed(text)
+        if not longer.feed(text):
+            raise ValueError("the text that is appended has no words")
         self._go_on(longer, progress)
+        self.share = None  # its budget stays, and is another share of a longer text
 
     def _go_on(self, text: DocumentText, progress: Progress | None) -> None:
         """Read the new tokens of ``text``, up to the last safe boundary or beyond (``prepare``)."""

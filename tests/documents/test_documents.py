@@ -255,3 +255,14 @@ def test_errors_before_any_work():
             add(__file__)
     with pytest.raises(ValueError, match="the document holds no text"):
         Document.read(model, tokenizer, " \n ", 48, "h2o")
+    for blank in ("", " \n", [], ["", "\t"]):
+        with pytest.raises(ValueError, match="the text that is appended has no words"):
+            document.append(blank)
+    assert document.ids == read("llama", "h2o", text_of(60), **SETTINGS).ids
+
+
+def test_a_share_is_that_of_the_text_that_was_read():
+    document = read("llama", "h2o", text_of(60), budget=0.5, chunk=64)
+    assert document.share == 0.5
+    document.append(text_of(60))
+    assert document.share is None and document.cache.settings.budget < document.tokens // 2
