@@ -21,15 +21,18 @@ def check_name(what: str, word: str, known: Iterable[str], listed: str = "") -> 
 
 
 def split_outside(text: str, mark: str) -> list[str]:
-    """The pieces between marks that stand outside of parentheses and brackets, stripped; empty ones are left out.
+    """The pieces between marks that stand outside of parentheses, brackets and quotes that a piece begins with, stripped; empty
+    ones are left out.
 
     >>> split_outside("sinks(n=4) + window(0.5)", "+")
     ['sinks(n=4)', 'window(0.5)']
     """
-    pieces, depth = [""], 0
-    for letter in text:
-        depth += (letter in "([") - (letter in ")]")
-        if depth == 0 and (letter == mark or (mark == " " and letter.isspace())):
+    pieces, depth, quote = [""], 0, ""
+    for at, letter in enumerate(text):
+        if quote or (letter in "\"'" and not pieces[-1].strip() and letter in text[at + 1 :]):
+            quote = "" if letter == quote else quote or letter
+        depth += 0 if quote else (letter in "([") - (letter in ")]")
+        if depth == 0 and not quote and (letter == mark or (mark == " " and letter.isspace())):
             pieces.append("")
         else:
             pieces[-1] += letter

@@ -323,7 +323,7 @@ def unknown(name: str, known: Mapping[str, Option], where: str = "") -> str:
 
 def typed(annotation: object, text: str) -> object:
     """A text as a value of an annotation's type, unchecked. ``null`` is None if the annotation allows it. A list is
-    ``[a,b]`` or ``a,b``; commas within parentheses belong to an item."""
+    ``[a,b]`` or ``a,b``; commas within parentheses or quotes belong to an item."""
     kinds, text = alternatives(annotation), text.strip()
     if text == "null" and type(None) in kinds:
         return None

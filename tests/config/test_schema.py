@@ -77,6 +77,14 @@ def test_dashes_switches_bare_words_and_lists_of_texts():
     assert given == {"max_new_tokens": 3, "chat": False, "file": "-"}
 
 
+@pytest.mark.parametrize("text, names", [
+    ("[a,'b, c.txt']", ["a", "b, c.txt"]), ("\"x(,1\",z", ["x(,1", "z"]), ("[it's,b's]", ["it's", "b's"]), ("['a,b]", ["a", "b"]),
+    ("['f(a, 5)' , c]", ["f(a, 5)", "c"]),
+])  # fmt: skip
+def test_commas_in_quotes_belong_to_the_item_of_a_list(text, names):
+    assert given_by(ONE, ["--names", text]) == {"names": names}
+
+
 @pytest.mark.parametrize(
     ("argv", "kind", "said"),
     [
