@@ -219,7 +219,8 @@ def _idle_infer(options: InferOptions) -> Idle:
         return
     yield ("out", "batch_size"), "without --batch"
     if not options.question:
-        yield ("chat",), "without --question: the text is then the whole prompt"
+        template = "chat", "template_kwargs", "think", "reasoning_effort", "max_thought_tokens"
+        yield template, "without --question: the text is then the whole prompt"
     yield from _idle_greedy(options)
 
 

@@ -171,7 +171,8 @@ def refuse(options: DataclassInstance, names: Iterable[str], why: str) -> None:
         value, option = getattr(options, name), options_of(type(options))[name]
         if value != option.default:
             first = value[0] if isinstance(value, list) else value
-            words = option.flags[0] if option.is_switch else f"--{name.replace('_', '-')} {first}"
+            switch = option.is_switch and option.flags[not (value or option.default)]
+            words = switch or f"--{name.replace('_', '-')} {first}"
             raise ValueError(f"{words} has no effect {why}")
 
 

@@ -10,7 +10,7 @@ from annotated_types import Ge, Interval
 
 from ..settings import Bytes, RunSettings, Slots, Thoughts
 from .infer_options import Backbone, Machine, Plugin
-from .schema import COMMON_OPTIONS, Command, Repeatable, options_of
+from .schema import COMMON_OPTIONS, Command, Idle, Repeatable, options_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,9 +183,16 @@ class PlanOptions(RunSettings, Plugin):
     """Thoughts of earlier answers in the server: 'dropped' takes a second cache per session."""
 
 
+def _idle_plan(options: PlanOptions) -> Idle:
+    if options.sessions is None or options.engine == "vllm":
+        server = "documents", "document_budget", "shared_prefixes", "thoughts"
+        yield server, "but in a plan of locret-serve: give --sessions N, and no --engine vllm"
+
+
 PLAN = Command(
     "locret-plan",
     PlanOptions,
     "--model NAME --gpu-memory SIZE [--key value | key=value ...]",
     ("model", "gpu_memory", "context", "budget", "chunk", "kv_bits", "weight_bits", "sessions"),
+    idle=_idle_plan,
 )

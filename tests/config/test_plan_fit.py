@@ -144,6 +144,11 @@ def test_a_server_is_planned(capsys):
         ("--model phi3-mini --gpu-memory 24", "gpu_memory=24 is 24 bytes; with a unit: gpu_memory=24GiB?"),
         ("--model phi3-mini --gpu-memory 1GiB", "gpu_memory=1GiB must be above reserve=1GiB"),
         ("--model llama3.1-8b --gpu-memory 17GiB", "alone take 15.58 GiB; "),
+        (
+            "--model phi3-mini --gpu-memory 24GiB --documents 3",
+            "--documents 3 has no effect but in a plan of locret-serve",
+        ),
+        ("--model phi3-mini --gpu-memory 24GiB --engine vllm --sessions 2 --documents 3", "and no --engine vllm"),
     ],
 )
 def test_refusals_are_one_line(arguments, message, capsys):
