@@ -68,10 +68,12 @@ def write_beside(target: Path, write: Callable[[Path], object]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     here = _place()
     for left in target.parent.glob(".*.partial"):
-        # The whole name: another machine that shares the folder may be called as this one and more, node and node-2.
-        mine = re.fullmatch(rf"\..*\.{here}-(\d+)\.partial", left.name)
+        # The whole name: other programs have partial files too, and another machine that shares the folder may be called as
+        # this one and more, node and node-2.
+        made = re.fullmatch(r"\..*\.[0-9a-f]{8}\.([\w-]+)-(\d+)\.partial", left.name)
         with suppress(OSError):  # its writer has just renamed it, or it is another user's
-            if not _running(int(mine[1])) if mine else time.time() - left.stat().st_mtime > ABANDONED:
+            old = time.time() - left.stat().st_mtime > ABANDONED
+            if made and (not _running(int(made[2])) if made[1] == here else old):
                 left.unlink()
     # Of a name of 255 bytes, the most that there are, a part.
     beside = target.with_name(f".{target.name[:30]}.{secrets.token_hex(4)}.{here}-{os.getpid()}.partial")

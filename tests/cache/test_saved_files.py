@@ -98,7 +98,10 @@ def test_leftovers_of_this_machine_go_and_those_of_others_stay(tmp_path, monkeyp
     names = [f".a.locret.0123abcd.{owner}.partial" for owner in owners]
     for name in names:
         (tmp_path / name).touch()
-    os.utime(tmp_path / names[1], (0, 0))
+    names.append(".film.iso.partial")  # of another program
+    for name in (names[1], names[-1]):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (0, 0))
     write_text(tmp_path / "b", "words")
     assert {path.name for path in tmp_path.iterdir()} == {"b", *names[2:]}
 
