@@ -59,11 +59,6 @@ class EvidenceSearch:
         self.received: Tensor | None = None
 
     @property
-    def knows_text(self) -> bool:
-        """Whether the text's tokens are known."""
-        return self.text[0] < self.text[1]
-
-    @property
     def begun(self) -> bool:
         """Whether the prompt is read."""
         return self._before is not None

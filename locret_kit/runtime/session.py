@@ -258,7 +258,7 @@ class Answer:
         once it has ended."""
         if self._search is not None and self.finish_reason is not None and not self.evidence:
             sparse = "no attention to the text was summed up, as where prefill is sparse"
-            yield f"no evidence: {sparse if self._search.knows_text else 'the document was written without its text'}"
+            yield f"no evidence: {sparse if self._search.text[1] else 'the document was written without its text'}"
         if self.thought is not None and self.thought.cut:
             yield (
                 f"the thought was closed after max_thought_tokens={self.thought.max_tokens}: --max-thought-tokens N gives it "
