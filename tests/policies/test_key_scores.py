@@ -15,6 +15,7 @@ from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.rope import Rope, rotate
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.policies.base import Entry, Slots, rank_of
+from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.methods.compactor import Compactor, gaussian_sketch
 from locret_kit.policies.methods.expected_attention import ExpectedAttention
 from locret_kit.policies.methods.keydiff import KeyDiff
@@ -257,6 +258,17 @@ def test_a_text_of_equal_keys_and_values_scores_without_error():
         layer = Layer(part, q, k, v)
         layer.feed(40)
         layer.cut(10)
+
+
+def test_queries_that_see_themselves_alone_leave_the_window_safe():
+    """Their weights of all older slots are 0 in float32."""
+    torch.manual_seed(0)
+    policy, q, k = parse_policy("defensivekv(4)"), torch.randn(1, 2, 40, D), torch.randn(1, 1, 40, D)
+    q[:, :, -1] = k[:, :, -1] = 100.0
+    layer = Layer(policy.score, q, k, k, rope=None)
+    layer.feed(40)
+    slots = layer.slots(20, queries=lambda: q[:, :, -4:])
+    assert policy.scores(slots).isfinite().all() and policy.choose(slots)[..., -4:].all()
 
 
 # ---- in the cache ----------------------------------------------------------------------------------------------------------

@@ -43,7 +43,8 @@ class Defensive(Weight):
             pooled = F.avg_pool1d(p_BHGWN.flatten(0, 3)[:, None], self.kernel, stride=1, padding=self.kernel // 2)
             pooled_BHGWN = pooled.view_as(p_BHGWN)
             sums = [x.sum(-1, keepdim=True) for x in (p_BHGWN, pooled_BHGWN)]
-            most_BHN = (pooled_BHGWN * (sums[0] / sums[1])).amax((2, 3))
+            scaled_BHGWN = pooled_BHGWN * (sums[0] / sums[1])
+            most_BHN = scaled_BHGWN.nan_to_num(0.0).amax((2, 3))  # of a query that gives all of them nothing
             return F.pad(most_BHN.maximum(most_BHN.mean(-1, keepdim=True)), (0, S - before)).float()
 
         return of_recent_queries(slots, self.window, worst, slots.keys())
