@@ -16,7 +16,7 @@ from locret_kit.backbones.rope import Rope, rotate
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.policies.base import Entry, Slots, rank_of
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.policies.methods.compactor import Compactor, gaussian_sketch
+from locret_kit.policies.methods.compactor import Compactor, gaussian_sketch, leverage_scores
 from locret_kit.policies.methods.expected_attention import ExpectedAttention
 from locret_kit.policies.methods.keydiff import KeyDiff
 from locret_kit.policies.methods.knorm import KNorm
@@ -258,6 +258,17 @@ def test_a_text_of_equal_keys_and_values_scores_without_error():
         layer = Layer(part, q, k, v)
         layer.feed(40)
         layer.cut(10)
+
+
+def test_leverage_of_few_different_keys_is_that_of_float64():
+    """As of digits or blank lines in the first layer: products of long keys round by more than the ridge."""
+    draw = torch.Generator().manual_seed(0)
+    kinds = 100 * torch.nn.functional.normalize(torch.randn(64, 4, 64, generator=draw), dim=-1)
+    keys = kinds[:, torch.randint(4, (64,), generator=draw)]
+    among, sketch = torch.ones(1, 64, 64, dtype=torch.bool), gaussian_sketch(64, 64, 48, 0)
+    found = leverage_scores(keys[None], among, sketch)[0].numpy()
+    for mine, k, own in zip(found, keys.double().numpy(), sketch.numpy(), strict=True):
+        assert mine == pytest.approx(paper_leverage(k, own), rel=1e-2)
 
 
 def test_queries_that_see_themselves_alone_leave_the_window_safe():

@@ -19,7 +19,9 @@ def leverage_scores(k_BHSD: Tensor, among_BHS: Tensor, sketch_HDR: Tensor, ridge
     Source: Compactor, arXiv 2507.08143, section 3 (right sketch; ridge: its implementation)."""
     k_BHSD, weight_BHS1 = wide(k_BHSD), among_BHS[..., None]
     mean_BH1D = (k_BHSD * weight_BHS1).sum(2, keepdim=True) / weight_BHS1.sum(2, keepdim=True).clamp_min(1)
-    x_BHSR = (k_BHSD - mean_BH1D) @ sketch_HDR.to(k_BHSD) * weight_BHS1
+    # Few tokens say the same again and again in some texts: in float32 rounding is then larger than the ridge.
+    exact = torch.float32 if k_BHSD.device.type == "mps" else torch.float64
+    x_BHSR = ((k_BHSD - mean_BH1D) @ sketch_HDR.to(k_BHSD) * weight_BHS1).to(exact)
     gram_BHRR = x_BHSR.mT @ x_BHSR + ridge * torch.eye(x_BHSR.shape[-1], dtype=x_BHSR.dtype, device=x_BHSR.device)
     lower_BHRR = torch.linalg.cholesky_ex(gram_BHRR).L  # the ridge makes it exist; to be told so, the host would wait
     solved_BHRS = torch.cholesky_solve(x_BHSR.mT, lower_BHRR)
