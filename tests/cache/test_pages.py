@@ -16,7 +16,7 @@ from locret_kit.cache.storage.rows import BoundedLayer
 from locret_kit.runtime.engine import Engine, Request
 
 
-def answers(pages, budgets, monkeypatch, policy="h2o", family="llama", **given):
+def answers(pages, budgets, monkeypatch, policy="h2o", family="llama", backend="reference", **given):
     """Tokens of texts that run together, and how many calls attended to the tokens of how many."""
     model, calls, real = backbone(family), [], step.decode_rows
     monkeypatch.setattr(step, "decode_rows", lambda q, *given: calls.append(len(q)) or real(q, *given))
@@ -24,7 +24,7 @@ def answers(pages, budgets, monkeypatch, policy="h2o", family="llama", **given):
     prompts = [distinct_tokens(40 + 5 * i, i) for i in range(len(budgets))]
     made, running = [], []
     for budget, ids in zip(budgets, prompts, strict=True):
-        made.append(make(policy, budget, length=len(ids), family=family, backend="reference", **given))
+        made.append(make(policy, budget, length=len(ids), family=family, backend=backend, **given))
         running.append(engine.add(Request(ids, 12), lambda cache=made[-1]: cache))
     while engine.running:
         engine.step()
@@ -42,6 +42,12 @@ def test_an_engine_makes_a_token_of_each_text_in_one_call_a_layer(monkeypatch):
     del kept, alone
     gc.collect()
     assert sorted(engine._pool._free) == [0, 1, 2]  # the caches are gone
+
+
+@pytest.mark.parametrize("policy", ["roco", "kvcrush"])
+def test_compiled_calls_take_several_statistics_of_a_page(policy, monkeypatch):
+    alone, pooled = (answers(n, (24, 20), monkeypatch, policy, backend="cpu", decode_every=3)[:2] for n in (0, 2))
+    assert pooled == alone
 
 
 @pytest.mark.parametrize(

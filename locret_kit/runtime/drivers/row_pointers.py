@@ -102,7 +102,7 @@ class RowPointers:
             )  # fmt: skip
             if rows.statistics:
                 statistics = sum(cpp.STATISTICS[name] for name in ctx.statistics)
-                fields |= dict(stats=flat.stats_XN, stats_stride=flat.stats_XN.shape[1])
+                fields |= dict(stats=flat.stats_XN[0], stats_stride=flat.stats_XN.stride(0))
                 fields |= dict(by_head=bool(ctx.group), statistics=statistics)
             if (rope := ctx.read_rope(rows)) is not None:
                 longest = rows.capacity * (H if rows.layout.ragged else 1)
