@@ -64,9 +64,8 @@ def write(path: Path, record: Record, tensors: Mapping[str, Tensor], check: Call
     # Our own reader would refuse it.
     if (size := header_bytes(record, len(body))) > LARGEST:
         raise ValueError(f"cannot write {path}: its header would take {size} bytes, of at most {LARGEST}")
-    data = save(
-        body, metadata={RECORD: json.dumps(record, ensure_ascii=False)}
-    )  # its save_file has a temporary file of its own, which a kill would leave
+    # Its save_file has a temporary file of its own, which a kill would leave.
+    data = save(body, metadata={RECORD: json.dumps(record, ensure_ascii=False)})
 
     def whole(beside: Path) -> None:
         beside.write_bytes(data)

@@ -192,9 +192,8 @@ class CacheFile:
         """The cache, checked before it is allocated. ``load_cache`` describes arguments and errors. ``origin``: if known."""
         model, saved = unwrapped(model), self.saved
         with prefixed_errors(self.path, ValueError):
-            cache = BoundedCache(
-                saved.resolved, _policy(saved, policy), heads, prompt_length=saved.prompt_length
-            )  # nothing is allocated yet
+            # Nothing is allocated yet.
+            cache = BoundedCache(saved.resolved, _policy(saved, policy), heads, prompt_length=saved.prompt_length)
             known = (origin or Origin.of(model, cache.heads)).scored(by_heads=cache.heads is not None)
             self.check_origin(known, parts=parts_of(cache.policy))
             self._check(pool=_pool(cache.policy))

@@ -213,9 +213,8 @@ class TextState:
     def prompt_positions(self, start: int, end: int) -> Sequence[int]:
         """Positions in the prompt of the tokens that are fed as its tokens ``start`` to ``end``."""
         reread, length = self.reread_positions, self.schedule.prompt_length or 0
-        first = length - len(
-            reread
-        )  # they are read in the place of the prompt's last ones; later turns follow the prompt
+        # They are read in the place of the prompt's last ones; later turns follow the prompt.
+        first = length - len(reread)
         return reread[start - first : end - first] if first <= start < length else range(start, end)
 
     # ---- a forward -----------------------------------------------------------------------------------------------------
