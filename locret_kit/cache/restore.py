@@ -92,7 +92,8 @@ class Saved:
 
 def fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where: str) -> None:
     """Check dtype and shape of the tensors against the record, then take them. Raises ValueError at the first difference."""
-    ctx = cache.context
+    again = tensors[REREAD].numel() if REREAD in tensors else saved.prompt_length or 0
+    ctx = replace(cache.context, first=(saved.prompt_length or 0) - again)
     spec, dtype, seen = ctx.spec, DTYPES[saved.dtype], {counts.get("seen") for counts in saved.layers}
     if len(saved.layers) != len(cache.bounded):
         raise ValueError(f"layers: {len(saved.layers)} in the file, {len(cache.bounded)} here")
@@ -198,7 +199,7 @@ def _expected(rows: BoundedLayer, held: Mapping[str, Tensor], ctx: Context, laye
     # A score names the axes of its state by letters; one that is not known here takes the size that it has first.
     sizes = {"B": 1, "H": rows.layout.H, "Q": layer.n_heads, "D": rows.codec.key_size}
     kinds = rows.dtype, torch.promote_types(rows.dtype, torch.float32), torch.float32
-    memory = ctx.policy.score.memory(rows.seen) if rows.window is None else {}
+    memory = ctx.policy.score.memory(rows.seen - ctx.first) if rows.window is None else {}
     for name, axes in memory.items():
         tensor, wanted = held.get(STATE + name), axes.removesuffix("?")
         if tensor is not None and tensor.dim() == len(wanted):

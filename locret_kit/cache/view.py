@@ -146,8 +146,8 @@ def score_alike(contexts: Sequence[Context]) -> bool:
     if not (score.per_token or not score.scores_new_tokens):
         return False
     # Equal parts, and the same heads and draws: then one call serves every text.
-    mine = score, ctx.settings.seed
-    return all(own.heads is ctx.heads and (own.policy.score, own.settings.seed) == mine for own in contexts)
+    mine = score, ctx.settings.seed, ctx.first
+    return all(own.heads is ctx.heads and (own.policy.score, own.settings.seed, own.first) == mine for own in contexts)
 
 
 def _head_product(ctx: Context, layer: int, q: Tensor, k: Tensor, v: Tensor) -> HeadProduct | None:
@@ -224,7 +224,7 @@ def entry_scores(
     if ctx.spec.windows[layer] is None and (score := _head_product(ctx, layer, q, k, v)) is None:
         entry = Entry(
             layer=layer,
-            position=seen,  # type: ignore[arg-type]  # of the device where shapes are fixed
+            position=seen - ctx.first if ctx.first else seen,  # type: ignore[arg-type]  # of the device where shapes are fixed
             q=q,
             k=k,
             v=v,
@@ -233,7 +233,7 @@ def entry_scores(
             rope=ctx.ropes[layer] if ctx.ropes is not None else None,
             state=rows.state if places_BT is None else {},
             linear=ctx.backend.linear,
-            places=None if places_BT is None else places_BT[:, None],
+            places=None if places_BT is None else places_BT[:, None] - ctx.first,
         )
         score = ctx.policy.score.score_new_tokens(entry)
     ctx.counters.score_s += time.perf_counter() - began

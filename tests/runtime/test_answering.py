@@ -99,7 +99,7 @@ def test_any_policy_answers_from_what_it_reads_again(policy, family):
         assert all(head.tolist() == cache.reread_positions for head in cache.kept_positions(layer)[0])
 
 
-@pytest.mark.parametrize("policy", ["streaming(4)", "compactor(block=8,first=4)"])
+@pytest.mark.parametrize("policy", ["streaming(4)", "compactor(block=8,first=4)", "lagkv(4,30)"])
 def test_the_first_tokens_that_are_read_again_stay_while_an_answer_grows(policy):
     model, cache = tiny_model("llama").double(), bounded(f"{policy} reread=passages(8,4,3,4)")
     [*decode(model, cache, read(model, cache), prompt=IDS[0].tolist(), max_new_tokens=40)]

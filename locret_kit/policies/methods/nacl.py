@@ -32,8 +32,6 @@ class ProxyAttention(base.Weight):
     def score_new_tokens(self, entry: base.Entry) -> None:
         if not self.first or entry.position >= self.first:
             return
-        if entry.position and "q" not in entry.state:  # a second reading begins behind them
-            return
         for name, x in (("q", entry.q), ("k", entry.k)):
             new = x[:, :, : self.first - entry.position]
             entry.state[name] = torch.cat((entry.state[name], new), 2) if name in entry.state else new.clone()

@@ -30,7 +30,7 @@ def graph_key(cache: BoundedCache) -> Hashable:
         raise NoDriver(f"positions={ctx.settings.positions!r} places rows of each text in its own way")
     if not score_alike([ctx]):
         raise NoDriver(f"policy={cache.policy.name!r} scores the new tokens of each text by themselves")
-    return key, id(pages[0].pool), ctx.policy.score, ctx.settings.seed, id(ctx.heads)
+    return key, id(pages[0].pool), ctx.policy.score, ctx.settings.seed, ctx.first, id(ctx.heads)
 
 
 class Form(NamedTuple):
