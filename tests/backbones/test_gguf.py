@@ -115,6 +115,16 @@ def test_a_vocabulary_of_sentencepiece_is_as_transformers_reads_it(architecture,
     assert own("<s>\n\nthe").input_ids != own("<s>the").input_ids
 
 
+def test_a_vocabulary_of_sentencepiece_begins_as_llama_cpp_s_where_no_field_names_its_tokens(tmp_path):
+    file = open_gguf(write_sentencepiece(tmp_path / "words.gguf", "llama"))
+    own = tokenizer_of(file)
+    for name in ("bos", "eos"):
+        del file.fields[f"tokenizer.ggml.{name}_token_id"]
+    silent = tokenizer_of(file)
+    assert silent("the").input_ids == own("the").input_ids and silent("the").input_ids[0] == own.bos_token_id == 1
+    assert silent.eos_token == own.eos_token == file.tokens[2]
+
+
 def test_tokens_that_are_no_bytes_stay_whole_and_begin_a_text(tmp_path):
     """As those of DeepSeek; and the one for the beginning where a file of Llama 3 does not say whether it is added."""
     begin, end = ends = "<begin▁of▁sentence>", "<end▁of▁sentence>"

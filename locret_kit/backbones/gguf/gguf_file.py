@@ -43,6 +43,8 @@ TYPES = {
 """Number of a tensor's type -> its name."""
 MIXTURES = {14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M"}
 """``general.file_type`` of files whose tensors are of several types -> its name."""
+SENTENCEPIECE = {"bos": 1, "eos": 2, "unknown": 0}
+"""Special tokens of a SentencePiece vocabulary whose file names none, as in llama.cpp (``llama-vocab.cpp``) -> their ids."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ class GgufFile:
 
     def token_id(self, name: str) -> int | None:
         """The id of a special token, such as ``bos``; None if the file defines none."""
-        value = self.fields.get(f"tokenizer.ggml.{name}_token_id")
+        usual = SENTENCEPIECE.get(name) if self.fields.get("tokenizer.ggml.model") == "llama" else None
+        value = self.fields.get(f"tokenizer.ggml.{name}_token_id", usual)
         return value if isinstance(value, int) and 0 <= value < len(self.tokens) else None
 
     @property
