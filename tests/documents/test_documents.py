@@ -196,14 +196,14 @@ def test_what_cannot_be_saved_without_its_text_says_so(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_is_added_to_keeps_its_share_of_the_text_and_its_names(tmp_path):
+def test_a_file_that_is_added_to_keeps_its_names_and_no_share_of_the_text(tmp_path):
     document, path = read("llama", "h2o", text_of(260), budget=0.1, chunk=64), tmp_path / "a.locret"
     names = {"model": "a"}
     assert document.cache.settings.budget == int(0.1 * document.tokens) and document.share == 0.1
     document.save(path, names=names)
-    for _ in range(2):
+    for share in (0.1, None):
         loaded = load(path, "h2o")
-        assert (loaded.share, loaded.names) == (0.1, names)
+        assert (loaded.share, loaded.names) == (share, names)
         loaded.append(" More of it.")
         loaded.save(path)
 
@@ -259,10 +259,3 @@ def test_errors_before_any_work():
         with pytest.raises(ValueError, match="the text that is appended has no words"):
             document.append(blank)
     assert document.ids == read("llama", "h2o", text_of(60), **SETTINGS).ids
-
-
-def test_a_share_is_that_of_the_text_that_was_read():
-    document = read("llama", "h2o", text_of(60), budget=0.5, chunk=64)
-    assert document.share == 0.5
-    document.append(text_of(60))
-    assert document.share is None and document.cache.settings.budget < document.tokens // 2
