@@ -51,15 +51,13 @@ QUESTIONS = (
     ("agreement:fidelity.continue", "later", 2048, (256, 512)),
 )  # fmt: skip
 """Tables of docs/results/questions.md."""
-GEMMA = (
-    ("R.PassKey", "later", 4096, (512,)), ("R.Number", "later", 16384, (2048,)),
-)  # fmt: skip
+GEMMA = (("R.PassKey", "later", 4096, (512,)),)
 """Tables of the second backbone in docs/results/facts.md."""
 THIRD = "qwen2.5-coder-1.5b-locret"
 """Heads of the backbone for code."""
 CODER = (
-    ("code.jsonl", "-", 4096, (512,)), ("code-8k.jsonl", "-", 8448, (1024,)), ("held.jsonl", "-", 4096, (512,)),
-    ("keys-8k.jsonl", "-", 8448, (1024,)), ("keys-16k.jsonl", "-", 16640, (2048, 1024)),
+    ("code.jsonl", "-", 4096, (512,)), ("code-8k.jsonl", "-", 8448, (1024,)), ("code-16k.jsonl", "-", 16640, (2048,)),
+    ("held.jsonl", "-", 4096, (512,)), ("keys-16k.jsonl", "-", 16640, (2048, 1024)),
     ("keys-32k.jsonl", "-", 32640, (4096,)), ("leval.tpo", "-", 8192, (512,)),
 )  # fmt: skip
 """Tables of that backbone in docs/results/facts.md."""
@@ -68,9 +66,8 @@ TITLES = {
     "ruler.niah_multikey": "One key among many alike", "ruler.niah_multiquery": "Four numbers by four keys",
     "ruler.fwe": "The three most frequent words of a made-up text",
     "code.jsonl": "Questions about this project's code, of kinds that heads were trained on",
-    "code-8k.jsonl": "The same in longer texts",
+    "code-8k.jsonl": "The same in longer texts", "code-16k.jsonl": "The same, twice as long",
     "held.jsonl": "Questions about this project's code, of kinds that no heads were trained on",
-    "keys-8k.jsonl": "Four pass keys in each of five texts of the Jargon File",
     "keys-16k.jsonl": "Eight pass keys in each of three texts of the Jargon File",
     "keys-32k.jsonl": "Eight pass keys in each of two texts of the Jargon File, as long as the model's window",
     "leval.tpo": "L-Eval's multiple choice about four lectures of 4K tokens, read whole",
