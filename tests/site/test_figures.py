@@ -119,6 +119,7 @@ FIGURES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/results/index.md": {
         "trial heads finds [{}]": lambda: right(*LONG_CODER, 1024, "locret", CODER),
         "it finds [{}](facts.md#keys-32k": lambda: right("keys-32k.jsonl", "-", 32640, 4096, "locret", CODER),
+        "and with full attention {}.": lambda: str(int(sum(scores("keys-32k.jsonl", "-", 32640, 0, "full", CODER)))),
         "these heads answer [{}]": lambda: right("code.jsonl", "-", 4096, 512, "locret", CODER),
         "In 8K {} are": lambda: right("code-8k.jsonl", "-", 8448, 1024, "locret", CODER),
         "in 16K [{}](facts.md#code": lambda: right("code-16k.jsonl", "-", 16640, 2048, "locret", CODER),
