@@ -92,8 +92,8 @@ class Saved:
 
 def fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where: str) -> None:
     """Check dtype and shape of the tensors against the record, then take them. Raises ValueError at the first difference."""
-    again = tensors[REREAD].numel() if REREAD in tensors else saved.prompt_length or 0
-    ctx = replace(cache.context, first=(saved.prompt_length or 0) - again)
+    first = (saved.prompt_length or 0) - tensors[REREAD].numel() if REREAD in tensors else 0
+    ctx = replace(cache.context, first=first)
     spec, dtype, seen = ctx.spec, DTYPES[saved.dtype], {counts.get("seen") for counts in saved.layers}
     if len(saved.layers) != len(cache.bounded):
         raise ValueError(f"layers: {len(saved.layers)} in the file, {len(cache.bounded)} here")

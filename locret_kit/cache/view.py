@@ -219,12 +219,14 @@ def entry_scores(
     """Scores of new tokens after ``seen`` others; None where they are not read. For a batch, ``places_BT[b, t]`` is the token's
     position in its own text. ``rows`` may then be any text's, because their contexts ``score_alike``."""
     began, layer = time.perf_counter(), rows.number
+    if ctx.first:  # counted as slots are, from the first token of a second reading
+        seen, places_BT = seen - ctx.first, None if places_BT is None else places_BT - ctx.first
     # A windowed layer's scores are never read, and its score's memory would grow with the text.
     score: Score = None
     if ctx.spec.windows[layer] is None and (score := _head_product(ctx, layer, q, k, v)) is None:
         entry = Entry(
             layer=layer,
-            position=seen - ctx.first if ctx.first else seen,  # type: ignore[arg-type]  # of the device where shapes are fixed
+            position=seen,  # type: ignore[arg-type]  # of the device where shapes are fixed
             q=q,
             k=k,
             v=v,
@@ -233,7 +235,7 @@ def entry_scores(
             rope=ctx.ropes[layer] if ctx.ropes is not None else None,
             state=rows.state if places_BT is None else {},
             linear=ctx.backend.linear,
-            places=None if places_BT is None else places_BT[:, None] - ctx.first,
+            places=None if places_BT is None else places_BT[:, None],
         )
         score = ctx.policy.score.score_new_tokens(entry)
     ctx.counters.score_s += time.perf_counter() - began

@@ -211,8 +211,8 @@ def _blocks(stream: BinaryIO, first: bytes, source: str, opened: ExitStack) -> I
 
 def title_of(file: str | None) -> str:
     """A text's title: its file's or folder's name; '' from stdin, or from a pipe of a shell's ``<(...)``, which has none."""
-    place = Path("" if file in (None, "-") else str(file)).resolve()
-    return place.name if file not in (None, "-") and place.exists() else ""
+    place = None if file in (None, "-") else Path(str(file)).resolve()
+    return place.name if place is not None and place.exists() else ""
 
 
 def check_target(path: Path, option: str, *, replace: bool = True, source: str | None = None) -> None:

@@ -102,12 +102,12 @@ def passages(
         first = int(sums.argmax())
         found.append((share, ends[first], ends[first + size]))
         sums[max(0, first - size + 1) : first + size] = 0
-    for at, (share, start, end) in enumerate(found):  # each grows to whole sentences or lines, up to the others
-        low = max(0, start - GROWTH, *(stop for *_, stop in found if stop <= start))
-        high = min(len(text), end + GROWTH, *(begin for _, begin, _ in found if begin >= end))
-        begins, rest = [match.end() for match in _END.finditer(text, low, start)], _END.search(text[end:high])
-        found[at] = share, begins[-1] if begins else low, end + rest.start() if rest else high
-    return [_passage(text[:start], text[start:end], text[end:], share) for share, start, end in found]
+    for at, (share, left, right) in enumerate(found):  # each grows to whole sentences or lines, up to the others
+        low = max(0, left - GROWTH, *(stop for *_, stop in found if stop <= left))
+        high = min(len(text), right + GROWTH, *(begin for _, begin, _ in found if begin >= right))
+        begins, rest = [match.end() for match in _END.finditer(text, low, left)], _END.search(text[right:high])
+        found[at] = share, begins[-1] if begins else low, right + rest.start() if rest else high
+    return [_passage(text[:left], text[left:right], text[right:], share) for share, left, right in found]
 
 
 def _passage(before: str, text: str, after: str, share: float) -> Passage:

@@ -205,7 +205,7 @@ def test_evidence_that_finds_nothing_says_why(use, tmp_path):
 
 
 def test_a_pipe_that_is_named_as_a_file_has_no_title(use, tmp_path):
-    """As of a shell's <(...)."""
+    """A shell makes one of <(...)."""
     end, pipe = os.pipe()
     os.write(pipe, TEXT.encode())
     os.close(pipe)

@@ -168,7 +168,7 @@ def test_a_model_without_a_recipe_is_planned_with_the_settings_of_a_run(tmp_path
 
 
 def test_a_recipe_of_ones_own_is_planned_for_its_backbone(tmp_path):
-    """Though its file has the name of one that ships."""
+    """Its file has the name of one that ships."""
     (tmp_path / "config.json").write_text(AutoConfig.for_model("llama", vocab_size=97, **SMALL).to_json_string())
     (tmp_path / "phi3-mini.yaml").write_text(f"base: phi3-mini\nbackbone: {{model: {tmp_path}}}\n")
     config, recipe = cli.resolve(str(tmp_path / "phi3-mini.yaml"))

@@ -99,7 +99,7 @@ def test_passages_have_their_page():
 
 @pytest.mark.parametrize("tokens", [(100, 160, 220), (160, 100, 220)])
 def test_passages_share_no_words(tokens):
-    """Of one sentence, in which each would grow over the others."""
+    """Passages of one sentence, in which each would grow over the others."""
     _, tokenizer, _ = parts("llama")
     words = [f"w{number}" for number in range(200)]
     ids = tokenizer(" ".join(words), add_special_tokens=False).input_ids

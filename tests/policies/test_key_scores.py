@@ -261,7 +261,7 @@ def test_a_text_of_equal_keys_and_values_scores_without_error():
 
 
 def test_leverage_of_few_different_keys_is_that_of_float64():
-    """As of digits or blank lines in the first layer: products of long keys round by more than the ridge."""
+    """Digits or blank lines have such keys in the first layer: products of long keys round by more than the ridge."""
     draw = torch.Generator().manual_seed(0)
     kinds = 100 * torch.nn.functional.normalize(torch.randn(64, 4, 64, generator=draw), dim=-1)
     keys = kinds[:, torch.randint(4, (64,), generator=draw)]
@@ -272,7 +272,7 @@ def test_leverage_of_few_different_keys_is_that_of_float64():
 
 
 def test_queries_that_see_themselves_alone_leave_the_window_safe():
-    """Their weights of all older slots are 0 in float32."""
+    """Weights of all older slots are 0 in float32."""
     torch.manual_seed(0)
     policy, q, k = parse_policy("defensivekv(4)"), torch.randn(1, 2, 40, D), torch.randn(1, 1, 40, D)
     q[:, :, -1] = k[:, :, -1] = 100.0

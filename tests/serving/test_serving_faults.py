@@ -29,7 +29,7 @@ from served import held, listening, new_engine, new_request, running_engine
 
 from locret_kit.runtime import engine as loop
 from locret_kit.serving import document_routes, state
-from locret_kit.serving.bodies import ChatBody
+from locret_kit.serving.bodies import ChatBody, TextBody
 from locret_kit.serving.engine_thread import EngineThread
 from locret_kit.serving.request import Busy
 from locret_kit.serving.state import Limits, Server, UploadedDocument
@@ -430,3 +430,9 @@ def test_a_document_stays_whose_deletion_is_refused():
     with listening(server) as url:
         assert httpx.delete(f"{url}/v1/documents/doc_1").status_code == 503
         assert [one["id"] for one in httpx.get(f"{url}/v1/documents").json()["data"]] == ["doc_1"]
+
+
+@pytest.mark.parametrize("given", [["tool web"], "tool web", {"tool": 1}])
+def test_a_client_says_nothing_of_what_is_left_out(given):
+    body = {"messages": user("a"), "prompt": "a", "left_out": given}
+    assert [kind.model_validate(body).left_out for kind in (ChatBody, TextBody)] == [[], []]

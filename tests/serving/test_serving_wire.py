@@ -54,12 +54,6 @@ def test_null_is_absence(url):
     assert said(chat(url, messages, stream_options={"include_usage": None})) == expected(user("Who came in?"))
 
 
-@pytest.mark.parametrize("given", [["tool web"], "tool web", {"tool": 1}])
-def test_a_client_says_nothing_of_what_is_left_out(given):
-    body = {"messages": user("a"), "prompt": "a", "left_out": given}
-    assert [kind.model_validate(body).left_out for kind in (ChatBody, TextBody)] == [[], []]
-
-
 @pytest.mark.parametrize("answer", [{}, {"content": None}, {"content": ""}, {"content": []}])
 def test_an_answer_may_have_no_content(url, answer):
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]

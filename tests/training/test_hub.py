@@ -120,7 +120,7 @@ def test_results_of_other_weights_by_the_same_name_are_not_those_of_these(tmp_pa
 
 
 def test_heads_that_were_half_written_are_not_the_best(tmp_path):
-    """As a full disk leaves them."""
+    """A full disk leaves a folder without weights."""
     save(tmp_path / "best" / "recall=0.1000-step=2")
     (tmp_path / "best" / "recall=0.2000-step=4").mkdir()
     assert torch.equal(RetainingHeads.from_pretrained(tmp_path / "best")[0].fc1.weight, make()[0].fc1.weight.bfloat16())

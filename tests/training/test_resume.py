@@ -152,7 +152,7 @@ def test_a_signal_lets_the_step_finish_saves_and_prints_the_command(backbone, wh
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_all_processes_leaves_those_that_prepare_samples(backbone, tmp_path, monkeypatch, number):
-    """As a terminal sends Ctrl-C; samples are slower than steps, so that the next one is not there yet."""
+    """A terminal sends Ctrl-C so; samples are slower than steps, so that the next one is not there yet."""
     step, sample, part = HeadTraining.end_step, Share.__getitem__, tmp_path / "part"
 
     def signal_all(self, *args):
@@ -239,7 +239,7 @@ def test_a_new_run_does_not_mix_its_best_heads_with_those_of_a_run_that_saved_no
 
 
 def test_a_checkpoint_from_elsewhere_does_not_replace_another_run(backbone, run, tmp_path, capsys):
-    """Into an empty folder it goes on there; the same command again would delete the steps made since."""
+    """It goes on in an empty folder; the same command again would delete the steps made since."""
     given = arguments(backbone, tmp_path, "optim.steps=3", f"resume={run}/state/step=2.ckpt")
     assert main(given) == 0
     before = files(tmp_path)
