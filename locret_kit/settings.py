@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from fractions import Fraction
 from typing import Annotated, Literal
 
 from annotated_types import Interval, Predicate
@@ -162,7 +163,7 @@ class RunSettings:
             raise ValueError(f"budget={asked} is a share of the prompt: pass prompt_length=")
         if prompt_length is None and self.one_shot:
             raise ValueError("one_shot=True needs prompt_length: the prompt is its one chunk")
-        budget = max(1, int(asked * (prompt_length or 0))) if isinstance(asked, float) else asked
+        budget = max(1, int(Fraction(str(asked)) * (prompt_length or 0))) if isinstance(asked, float) else asked
         factor = budget / theirs.budget if theirs.budget else 1.0
         chunk = self.chunk or theirs.chunk or CHUNK
         stabilizers, local_len = self.stabilizers, self.local_len

@@ -72,6 +72,8 @@ def run(args: PlanOptions) -> int:
 
     if args.ranks > 1 and args.engine != "vllm":
         raise ValueError(f"ranks={args.ranks} is for a plan of locret-vllm: give --engine vllm too")
+    if isinstance(args.budget, float) and (args.sessions or args.engine == "vllm"):
+        raise ValueError(f"budget={args.budget}: a server's slots must be known before the start: give an integer")
     cap = parse_bytes(args.gpu_memory, "gpu_memory") - parse_bytes(args.reserve, "reserve")
     if cap <= 0:
         raise ValueError(f"gpu_memory={args.gpu_memory} must be above reserve={args.reserve}")

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, MinLen
 
 from ..settings import Budget, RunSettings, Slots
-from .infer_options import Machine
+from .infer_options import Machine, idle_one_shot
 from .schema import Command, assemble, given_by
 
 NOTES = """  locret-eval tasks=[passkey,number,perplexity,reconstruction] policies=[full,locret,h2o,kvzip] ckpt=... out=runs/table
@@ -149,6 +149,7 @@ EVAL = Command(
     "tasks=[...] out=FOLDER [key=value ...]\n       locret-eval SUBCOMMAND [key=value ...]",
     ("tasks", "out", "policies", "budgets", "lengths", "samples", "ckpt", "model", "haystacks", "data"),
     NOTES,
+    idle=idle_one_shot,
 )
 PAIRED = Command("locret-eval paired", PairedConfig, "out=FOLDER against=LABEL [figure=NAME] [key=value ...]")
 FIGURE = Command("locret-eval figure", FigureConfig, "NAME out=FOLDER [key=value ...]", positional=("name",))

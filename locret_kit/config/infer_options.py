@@ -207,13 +207,14 @@ def _idle_greedy(options: Generation) -> Idle:
         yield ("top_k", "top_p"), "at temperature 0, which is greedy"
 
 
-def _idle_one_shot(options: RunSettings) -> Idle:
+def idle_one_shot(options: RunSettings) -> Idle:
+    """Settings of chunks have no effect where a prompt is one chunk."""
     if options.one_shot:
         yield ("chunk", "stabilizers", "local_len"), "with --one-shot, which evicts once, after the whole prompt"
 
 
 def _idle_infer(options: InferOptions) -> Idle:
-    yield from _idle_one_shot(options)
+    yield from idle_one_shot(options)
     if options.batch:
         yield ("file", "include", "question", "report", "evidence"), "with --batch, whose lines have the questions"
         return
@@ -354,7 +355,7 @@ AS_BEFORE = (*(item.name for item in fields(RunSettings)), "policy", "chat", "ti
 def _idle_read(options: ReadOptions) -> Idle:
     if options.append:
         yield AS_BEFORE, "with --append: the document keeps its settings"
-    yield from _idle_one_shot(options)
+    yield from idle_one_shot(options)
 
 
 def _idle_kept(options: KeptOptions) -> Idle:
@@ -429,5 +430,5 @@ CHAT = Command(
     "[BOOK.locret | FILE] [--key value | key=value ...]",
     ("file", "model", "ckpt", "budget", "history", "policy", "max_new_tokens", "temperature", "system", "history_file"),
     positional=("file",),
-    idle=lambda options: chain(_idle_greedy(options), _idle_one_shot(options)),
+    idle=lambda options: chain(_idle_greedy(options), idle_one_shot(options)),
 )

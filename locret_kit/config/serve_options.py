@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Interval
 
 from ..settings import Bytes, RunSettings, Slots, Thoughts
-from .infer_options import Backbone, Machine, Plugin
+from .infer_options import Backbone, Machine, Plugin, idle_one_shot
 from .schema import COMMON_OPTIONS, Command, Idle, Repeatable, options_of
 
 
@@ -184,6 +184,9 @@ class PlanOptions(RunSettings, Plugin):
 
 
 def _idle_plan(options: PlanOptions) -> Idle:
+    yield from idle_one_shot(options)
+    if options.sessions or options.engine == "vllm":
+        yield ("one_shot",), "in a plan of a server, which evicts after every chunk"
     if options.sessions is None or options.engine == "vllm":
         server = "documents", "document_budget", "shared_prefixes", "thoughts"
         yield server, "but in a plan of locret-serve: give --sessions N, and no --engine vllm"

@@ -148,6 +148,14 @@ def test_a_server_is_planned(capsys):
             "--model phi3-mini --gpu-memory 24GiB --documents 3",
             "--documents 3 has no effect but in a plan of locret-serve",
         ),
+        (
+            "--model phi3-mini --gpu-memory 24GiB --one-shot --sessions 2",
+            "--one-shot has no effect in a plan of a server",
+        ),
+        (
+            "--model phi3-mini --gpu-memory 24GiB --budget 0.1 --sessions 2",
+            "budget=0.1: a server's slots must be known",
+        ),
         ("--model phi3-mini --gpu-memory 24GiB --engine vllm --sessions 2 --documents 3", "and no --engine vllm"),
     ],
 )

@@ -46,7 +46,7 @@ def test_published_settings_are_scaled_to_the_budget():
 
 
 def test_a_share_of_the_prompt():
-    for budget, slots in ((0.1, 900), (1.0, 9000), (0.00001, 1)):
+    for budget, slots in ((0.1, 900), (0.69, 6210), (1.0, 9000), (0.00001, 1)):
         one = RunSettings(budget=budget).resolved({}, 9000)
         assert (one.budget, one.share) == (slots, budget)
         assert one.resolved({"budget": 7}, 9000) == one

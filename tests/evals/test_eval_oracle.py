@@ -64,6 +64,7 @@ def test_with_room_for_all_it_is_full_attention(backbone, tmp_path, monkeypatch)
         ({"budgets": "[12]"}, "policy=kvzip, budget=12: must be above 12: local_len=8 and 4 sinks"),
         ({"kv_bits": 4}, "policy=kvzip stores what it keeps as it is, in one form: leave kv_bits out"),
         ({"tasks": "[perplexity_prefill]"}, "take tasks=[perplexity] instead of perplexity_prefill"),
+        ({"one_shot": "true", "chunk": 8}, "--chunk 8 has no effect with --one-shot"),
     ],
 )
 def test_what_it_cannot_do_is_said_before_anything_is_run(backbone, tmp_path, capsys, more, said):
