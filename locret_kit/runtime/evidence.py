@@ -19,7 +19,9 @@ WINDOW = 48
 GROWTH = 240
 """Most characters that it grows by, on either side."""
 _END = re.compile(r"(?<=[.!?])\s|\n")
-_HEADING = re.compile(f"^{re.escape(HEADING.strip())}$".replace(re.escape("{path}"), "(?P<path>.+)"), re.MULTILINE)
+_WORDS = re.escape(HEADING.strip()).replace(re.escape("{path}"), "(?P<path>.+)")
+_HEADING = re.compile(rf"(?:\A|(?<=\n\n)){_WORDS}$", re.MULTILINE)
+"""A heading of a folder's text, below a blank line: a comment at the beginning of a file may look like one."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +114,12 @@ def passages(
 
 def _passage(before: str, text: str, after: str, share: float) -> Passage:
     """A part of a text, between two others."""
-    heading = _HEADING.match(text.lstrip())  # the beginning of a file, in a folder's text
-    skipped = len(text) - len(text.lstrip()) + (heading.end() + 1 if heading else 0)
-    above = before + text[:skipped]
-    headings = [*_HEADING.finditer(above)]
+    whole = before + text
+    at = len(whole) - len(text.lstrip())
+    headings = [heading for heading in _HEADING.finditer(whole) if heading.start() <= at]
     begin = headings[-1].end() if headings else 0
-    line = above.count("\n", begin) + (not headings)
-    paged = not headings and PAGE in before + text + after  # a folder has no PDF; in code form feeds part sections
-    page = above.count(PAGE) + 1 if paged else None
-    return Passage(text[skipped:].strip(), line, share, headings[-1]["path"] if headings else "", page)
+    at = max(at, begin + bool(headings))  # below the heading of its file
+    line = whole.count("\n", begin, at) + (not headings)
+    paged = not headings and PAGE in whole + after  # a folder has no PDF; in code form feeds part sections
+    page = whole.count(PAGE, 0, at) + 1 if paged else None
+    return Passage(whole[at:].strip(), line, share, headings[-1]["path"] if headings else "", page)

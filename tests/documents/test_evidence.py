@@ -63,6 +63,7 @@ def test_what_is_read_again_counts_at_its_place_in_the_prompt():
 def test_passages_are_lines_of_files(tmp_path):
     _, tokenizer, _ = parts("llama")
     lines = [f"Line {number} of this file has a word." for number in range(40)]
+    lines[1] = HEADING.format(path="old/name.py").strip()  # a comment of its author's
     lines[3] = "\f"  # as C and Python files have it between sections
     text = "".join(HEADING.format(path=path) + "\n".join(lines) + "\n\n" for path in ("a.py", "sub/b.py"))
     before, ids = (tokenizer(words, add_special_tokens=False).input_ids for words in ("x", text))
@@ -76,7 +77,7 @@ def test_passages_are_lines_of_files(tmp_path):
     assert first in lines and last in lines  # whole lines
     assert found.line == lines.index(first) + 1 and found.page is None
     received[:] = 0
-    heading = len(before) + len(tokenizer(text[: text.rindex("# File")], add_special_tokens=False).input_ids)
+    heading = len(before) + len(tokenizer(text[: text.rindex("# File: sub")], add_special_tokens=False).input_ids)
     received[heading] = received[heading + WINDOW - 1] = 1  # one window alone has both
     (found,) = passages(tokenizer, before + ids, received, len(before), len(before) + len(ids))
     assert (found.file, found.line) == ("sub/b.py", 1) and found.text.startswith(lines[0])
