@@ -96,7 +96,9 @@ class ModelChoice:
         lines: list[str | None] = []
         evicts = not self.policy.keeps_everything
         if run.budget is None and evicts:
-            budget, line = budget_of_text(model, self.policy, run.resolved(self.published, len(ids)), len(ids), turns)
+            least = replace(run, stabilizers=None, local_len=None)  # which may need more slots
+            resolved = least.resolved(self.published, len(ids))
+            budget, line = budget_of_text(model, self.policy, resolved, len(ids), turns)
             run, lines = replace(run, budget=budget), [line]
         if say is None:
             return run
@@ -155,7 +157,7 @@ def resolve_choice(
         check_storage(run.kv_bits, chosen)
         if run.backend is not None:
             _ = BACKENDS[run.backend]  # raises for a name that nobody has
-        if not run.by_length:
+        if isinstance(run.budget, int) and not run.one_shot:  # otherwise the text decides
             length = None if run.decode_every is None else 1
             Schedule.of(run.resolved(config.inference if config else {}, length), length)
         if run.stabilizers is not None and not any(isinstance(scope, Stabilizers) for scope in chosen.scopes):

@@ -193,6 +193,14 @@ def test_a_path_that_heads_name_is_found_by_its_last_part(place):
     assert resolve_choice(str(place / "heads"), "other", None, None).backbone == "other"
 
 
+def test_slots_beyond_the_default_budget_are_for_the_text_to_judge(place):
+    """A long one gets more."""
+    run, ids = RunSettings(stabilizers=2000, local_len=1500, positions="original"), array("i", [5] * 9000)
+    chosen = resolve_choice(None, str(place / "other"), None, "streaming", run)
+    run = chosen.for_text(run, tiny_model("llama"), ids, None)
+    assert run.budget == 2250 and BoundedCache(run, chosen.policy, prompt_length=len(ids)).schedule.stabilizers == 2000
+
+
 @pytest.mark.parametrize(
     ("device", "cards", "said"),
     [
