@@ -48,13 +48,15 @@ Done = tuple["Document", dict[str, str], int, float]
 
 def read_text(args: ReadOptions, text: Iterable[str]) -> Done:
     """The text as a new document."""
-    from ..documents.document import Document, DocumentText
+    from ..documents.document import Document, DocumentText, forgotten
     from .loading import beyond_window, not_shown, resolve_choice
 
     chosen = resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args.run, asked=args.text)
     model, tokenizer = chosen.load(args)
     began = time.perf_counter()
     whole = DocumentText.of(tokenizer, text, args.chat)
+    if not args.text:  # before it is read: minutes later would be too late
+        forgotten(whole, chosen.policy)
     run = chosen.for_text(args.run, model, whole.ids, None if args.quiet else note)
     document = Document.read(
         model, tokenizer, whole, run, chosen.policy, chosen.heads, chat=args.chat,

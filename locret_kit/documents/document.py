@@ -348,11 +348,7 @@ class Document:
 
     def _without_text(self) -> Document:
         """A copy of the document with every token read and no token ids."""
-        if self.cache.policy.reread is not None:
-            raise ValueError(
-                f"policy={self.cache.policy.name!r} reads passages of the text again: it cannot be saved without its text"
-            )
-        ids, text = self.text.forgotten()
+        ids, text = forgotten(self.text, self.cache.policy)
         cache = self._fork(len(ids) + self.cache.schedule.local_len + 1, self.cache.schedule.local_len)
         if len(ids) > cache.get_seq_length():
             prefill(self.model, ids, cache, None)
@@ -394,6 +390,15 @@ class Document:
         document.names = about.names
         document._file = Path(file.path).resolve(), file.digest
         return document
+
+
+def forgotten(text: DocumentText, policy: Policy) -> tuple[array[int], DocumentText]:
+    """``DocumentText.forgotten``. Raises ValueError where it raises it, and for a policy that needs the text again."""
+    if policy.reread is not None:
+        raise ValueError(
+            f"policy={policy.name!r} reads passages of the text again: it cannot be saved without its text"
+        )
+    return text.forgotten()
 
 
 def refuse_name(text: object) -> None:

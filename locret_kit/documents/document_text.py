@@ -79,7 +79,7 @@ class DocumentText:
     def bare(self) -> bool:
         """Whether the text is missing: the file was saved without it, and nothing was added."""
         stream = self.stream
-        return bool(self.unknown) and not stream.ids and not stream.text[stream.done :].strip()
+        return bool(self.unknown) and not stream.ids and all(map(_is_sign, stream.text[stream.done :]))
 
     def copy(self) -> DocumentText:
         """A separate copy that may get more text."""
@@ -138,13 +138,15 @@ class DocumentText:
         Raises:
             ValueError: the last token depends on the text that follows.
         """
-        text = self.copy()
-        stream = text.stream
-        stream.forget()
         question = render_prompt(self.tokenizer, "What?", chat=self.chat)[1]
-        if stream.finish(question) != self.stream.finish(question):
+        for ends in (str.isspace, _is_sign):  # many tokenizers join a full stop to the line ends after it
+            text = self.copy()
+            text.stream.forget(ends)
+            if all(text.stream.finish(after) == self.stream.finish(after) for after in ("", question)):
+                break
+        else:
             raise ValueError("the last token of the text depends on the question: it cannot be saved without its text")
-        ids, stream.ids = text.settled, array("i")
+        ids, text.stream.ids = text.settled, array("i")
         text.unknown = len(ids)
         return ids, text
 
@@ -164,3 +166,8 @@ def _strings(pieces: Iterable[object]) -> Iterator[str]:
         if not isinstance(piece, str):
             raise TypeError(f"text holds {piece!r:.40}, which must be a string: give a string, strings or a Path")
         yield piece
+
+
+def _is_sign(letter: str) -> bool:
+    """Whether a character is no letter or digit."""
+    return not letter.isalnum()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import re
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import lru_cache
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -116,9 +117,10 @@ class IdStream:
         if len(self.text) - self.done > margin:
             self.text, self.done = _take(self.tokenizer, self.text, self.done, len(self.text), self.ids, margin=margin)
 
-    def forget(self) -> None:
-        """Take every token and forget the text, but for blanks at its end: what follows begins a token of its own."""
-        kept = self.text.rstrip()
+    def forget(self, ends: Callable[[str], bool] = str.isspace) -> None:
+        """Take every token and forget the text, but for characters at its end that ``ends`` takes: what follows begins a token
+        of its own."""
+        kept = self.text[: len(self.text) - sum(1 for _ in takewhile(ends, reversed(self.text)))]
         blanks = self.text[len(kept) :] if len(kept) >= self.done else self.text[self.done :]
         if len(kept) > self.done:
             _take(self.tokenizer, kept, self.done, len(kept), self.ids)

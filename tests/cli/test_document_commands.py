@@ -345,6 +345,11 @@ BAD = [
     (("read", "long.txt", "-o", "{out}/x", "--append"), 1, "/x' does not exist"),
     (("read", "long.txt", "-o", "{out}/no/x", "--ckpt", "heads"), 1, "its folder is missing"),
     (("read", "gone.txt", "-o", "{out}/x", "--ckpt", "heads"), 1, "gone.txt' cannot be read"),
+    (
+        ("read", "long.txt", "-o", "{out}/x", "--ckpt", "heads", "--policy", "rereading-locret", "--no-text"),
+        1,
+        "without its text",
+    ),
     (("read", "-o", "{out}/x", "--ckpt", "heads"), 1, "stdin has no text"),
     (("info", "long.txt"), 1, "long.txt is no saved cache: locret-read makes one"),
     (("info", "{book}", "more.txt"), 2, "file is given twice"),

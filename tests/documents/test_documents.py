@@ -8,6 +8,8 @@ import torch
 from pairwise import one_of
 from policy_runs import FITTED, by_kind
 from read_texts import QUESTIONS, REREADING, SETTINGS, heads_for, kept, load, parts, read, text_of
+from tiny_tokenizer import byte_level, chatting
+from tokenizers import Regex, pre_tokenizers
 
 from locret_kit import BoundedCache, Document, attach
 from locret_kit.policies.registry import policies
@@ -155,6 +157,24 @@ def test_without_its_text_a_document_answers_alike(policy, tmp_path):
             torch.testing.assert_close(a.slots("values"), b.slots("values"), atol=close, rtol=0)
     loaded.append(text_of(60, seed=4))
     assert loaded.tokens > document.tokens and str(loaded.ask(QUESTIONS[0], max_new_tokens=2)) is not None
+
+
+JOINED = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""Words of Qwen's and Llama 3's tokenizers, which have line ends after a full stop in its token."""
+
+
+@pytest.mark.parametrize("end", [".", ".\n", '."\n\n', ""])
+def test_a_full_stop_in_one_token_with_what_follows_is_saved_without_the_text(end, tmp_path):
+    bpe = byte_level(["They came.\n\nWho came?\n"] * 9, 400, words=pre_tokenizers.Split(Regex(JOINED), "isolated"))
+    (model, *_), tokenizer, path = parts(), chatting(bpe), tmp_path / "text.locret"
+    assert len(tokenizer(".\n\n").input_ids) == 1
+    document = Document.read(model, tokenizer, text_of(200).removesuffix(".") + end, **SETTINGS, policy="h2o")
+    document.save(path, text=False)
+    assert b"harbour" not in path.read_bytes()
+    loaded = Document.load(path, model, tokenizer)
+    for question in QUESTIONS:
+        mine, expected = (one.ask(question, max_new_tokens=6) for one in (loaded, document))
+        assert str(mine) == str(expected) and kept(mine.cache) == kept(expected.cache)
 
 
 @pytest.mark.parametrize(("policy", "words"), [("locret", 60), ("h2o", 5)])

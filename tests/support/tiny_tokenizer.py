@@ -15,10 +15,12 @@ TEXT = "The harbour was quiet when the boats came in. The pass key is 12345. Wha
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 
 
-def byte_level(texts: list[str], size: int, special: tuple[str, ...] = SPECIAL) -> Tokenizer:
-    """A byte-level BPE of ``size`` tokens, trained on texts."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+def byte_level(
+    texts: list[str], size: int, special: tuple[str, ...] = SPECIAL, words: pre_tokenizers.PreTokenizer | None = None
+) -> Tokenizer:
+    """A byte-level BPE of ``size`` tokens, trained on texts, which `words` splits in place of GPT-2's pattern."""
+    bpe, plain = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None)
+    bpe.pre_tokenizer = plain if words is None else pre_tokenizers.Sequence([words, plain])
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     given = dict(special_tokens=[*special], show_progress=False, initial_alphabet=alphabet)
