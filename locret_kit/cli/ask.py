@@ -8,7 +8,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from ..cache.file import read_record
-from ..config.infer_options import ASK, AskOptions
+from ..config.infer_options import ASK, TEMPLATE, AskOptions
+from ..config.schema import refuse
 from ..files import read_utf8
 from ..naming import prefixed_errors
 from .command import entry, note, record_of, typed_or_piped, write_answer
@@ -22,6 +23,7 @@ def run_ask(args: AskOptions) -> int:
 
     generation = generation_of(args)
     document, chosen = open_document(args.book, args, args.force)
+    refuse(args, () if document.chat_template else TEMPLATE, "on a document that was read with --no-chat")
     if not args.quiet:
         seen = f"the first {document.cache.get_seq_length()} of {document.tokens} tokens are in the cache"
         policy = document.cache.policy

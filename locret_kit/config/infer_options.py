@@ -202,6 +202,15 @@ class BatchPrompt(Generation):
             raise ValueError("give text and question together; to continue a text, give it as prompt")
 
 
+TEMPLATE = ("template_kwargs", "think", "reasoning_effort")
+"""Arguments of the chat template."""
+
+
+def _idle_template(chat: bool) -> Idle:
+    if not chat:
+        yield TEMPLATE, "with --no-chat, which leaves out the chat template"
+
+
 def _idle_greedy(options: Generation) -> Idle:
     if options.temperature == 0:
         yield ("top_k", "top_p"), "at temperature 0, which is greedy"
@@ -215,13 +224,13 @@ def idle_one_shot(options: RunSettings) -> Idle:
 
 def _idle_infer(options: InferOptions) -> Idle:
     yield from idle_one_shot(options)
+    yield from _idle_template(options.chat)
     if options.batch:
         yield ("file", "include", "question", "report", "evidence"), "with --batch, whose lines have the questions"
         return
     yield ("out", "batch_size"), "without --batch"
     if not options.question:
-        template = "chat", "template_kwargs", "think", "reasoning_effort", "max_thought_tokens"
-        yield template, "without --question: the text is then the whole prompt"
+        yield ("chat", *TEMPLATE, "max_thought_tokens"), "without --question: the text is then the whole prompt"
     yield from _idle_greedy(options)
 
 
@@ -348,7 +357,7 @@ class KeptOptions:
     """The backbone with the document's tokenizer: a folder or a Hub id. Default: named in the document."""
 
 
-AS_BEFORE = (*(item.name for item in fields(RunSettings)), "policy", "chat", "title")
+AS_BEFORE = (*(item.name for item in fields(RunSettings)), "policy", "chat", "title", *TEMPLATE)
 """Options that say how a text is read, which goes on as it began."""
 
 
@@ -356,6 +365,7 @@ def _idle_read(options: ReadOptions) -> Idle:
     if options.append:
         yield AS_BEFORE, "with --append: the document keeps its settings"
     yield from idle_one_shot(options)
+    yield from _idle_template(options.chat)
 
 
 def _idle_kept(options: KeptOptions) -> Idle:

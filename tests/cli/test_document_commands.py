@@ -204,6 +204,12 @@ def test_evidence_that_finds_nothing_says_why(use, tmp_path):
     assert status == 0 and "evidence" not in out and "no evidence: no attention to the text was summed up" in err
 
 
+def test_arguments_of_a_template_that_a_document_does_not_use_are_refused(use):
+    assert use("read", "more.txt", "-o", "{out}/a.locret", "--ckpt", "heads", *RUN, "--no-chat")[0] == 0
+    said = use("ask", "{out}/a.locret", "Who?", "--template-kwargs", "{}")[::2]
+    assert said == (1, "locret-ask: --template-kwargs {} has no effect on a document that was read with --no-chat\n")
+
+
 def test_a_pipe_that_is_named_as_a_file_has_no_title(use, tmp_path):
     """A shell makes one of <(...)."""
     end, pipe = os.pipe()
@@ -346,6 +352,8 @@ BAD = [
     (("read", "long.txt", "-o", "{out}/no/x", "--ckpt", "heads"), 1, "its folder is missing"),
     (("read", "gone.txt", "-o", "{out}/x", "--ckpt", "heads"), 1, "gone.txt' cannot be read"),
     (
+    (("read", "long.txt", "-o", "{out}/x", "--no-chat", "--think"), 1, "--think has no effect with --no-chat"),
+    (("read", "long.txt", "-o", "{book}", "--append", "--think"), 1, "--think has no effect with --append"),
         ("read", "long.txt", "-o", "{out}/x", "--ckpt", "heads", "--policy", "rereading-locret", "--no-text"),
         1,
         "without its text",

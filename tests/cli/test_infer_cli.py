@@ -161,6 +161,7 @@ BAD = [
     (b"text", ["--budget", "2147483647"], "budget+chunk=2147483679 must be at most 2147483647"),
     (b"text", ["--no-chat"], "--no-chat has no effect without --question"),
     (b"text", ["--no-think"], "--no-think has no effect without --question"),
+    (b"text", ["--question", "Who?", "--no-chat", "--no-think"], "--no-think has no effect with --no-chat"),
     (b"text", ["--report", "{place}/pipe"], "pipe' is no regular file"),
     (b"text", ["--temperature", "nan"], "temperature=nan must be a number, at least 0"),
     (b"text", ["--question", "caf\udce9"], "the question is not UTF-8: "),
