@@ -210,9 +210,11 @@ def _blocks(stream: BinaryIO, first: bytes, source: str, opened: ExitStack) -> I
 
 
 def title_of(file: str | None) -> str:
-    """A text's title: its file's or folder's name; '' from stdin, or from a pipe of a shell's ``<(...)``, which has none."""
-    place = None if file in (None, "-") else Path(str(file)).resolve()
-    return place.name if place is not None and place.exists() else ""
+    """A text's title: its file's or folder's name, a link's own; '' from stdin, or from a pipe of a shell's ``<(...)``."""
+    place = Path("-" if file is None else file)
+    if file in (None, "-") or (place.exists() and not place.resolve().exists()):
+        return ""
+    return os.path.basename(os.path.abspath(place))
 
 
 def check_target(path: Path, option: str, *, replace: bool = True, source: str | None = None) -> None:

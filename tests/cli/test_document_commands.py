@@ -20,6 +20,7 @@ from locret_kit.backbones import demo
 from locret_kit.backbones.load import load_backbone
 from locret_kit.cli import chat, infer
 from locret_kit.cli.ask import ask, questions_of
+from locret_kit.cli.command import title_of
 from locret_kit.cli.info import info
 from locret_kit.cli.kept import kept
 from locret_kit.cli.loading import ASKED
@@ -94,11 +95,16 @@ def test_a_document_is_named_like_its_text(use, place):
     (place / "more.locret").unlink()
 
 
-def test_a_folder_s_document_has_its_whole_name(use, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "document"), [("notes.v2", "notes.v2.locret"), ("link.txt", "link.locret")])
+def test_a_folder_s_document_has_its_whole_name_and_a_link_s_its_own(use, tmp_path, monkeypatch, name, document):
+    """As of a file in a cache or a store, which may be named by its hash."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.v2").mkdir()
-    (tmp_path / "notes.v2.locret").touch()
-    assert "out='notes.v2.locret' already exists" in use("read", "notes.v2", "--ckpt", "heads")[2]
+    (tmp_path / "8f3a").write_text(TEXT)
+    (tmp_path / "link.txt").symlink_to("8f3a")
+    (tmp_path / document).touch()
+    assert f"out={document!r} already exists" in use("read", name, "--ckpt", "heads")[2]
+    assert title_of(name) == name
 
 
 def test_reading_once_and_asking_equals_fresh_runs(use, book):
@@ -351,9 +357,10 @@ BAD = [
     (("read", "long.txt", "-o", "{out}/x", "--append"), 1, "/x' does not exist"),
     (("read", "long.txt", "-o", "{out}/no/x", "--ckpt", "heads"), 1, "its folder is missing"),
     (("read", "gone.txt", "-o", "{out}/x", "--ckpt", "heads"), 1, "gone.txt' cannot be read"),
-    (
+    (("read", "gone.txt", "--ckpt", "heads"), 1, "gone.txt' cannot be read"),
     (("read", "long.txt", "-o", "{out}/x", "--no-chat", "--think"), 1, "--think has no effect with --no-chat"),
     (("read", "long.txt", "-o", "{book}", "--append", "--think"), 1, "--think has no effect with --append"),
+    (
         ("read", "long.txt", "-o", "{out}/x", "--ckpt", "heads", "--policy", "rereading-locret", "--no-text"),
         1,
         "without its text",
