@@ -52,6 +52,14 @@ def open_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def drop_output() -> None:
+    """Drop what stdout does not take, be it a pipe that is closed or a disk that is full: at exit it would be a traceback."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def install_hint(error: ImportError) -> str:
     """The install command for a missing module of one of the package's extras; '' for others."""
     missing = (error.name or "").split(".")[0]
@@ -87,10 +95,9 @@ def command(
             logging.getLogger(OneRetryLine.LOGGER).addFilter(_RETRIES)
             try:
                 status = main(*args, **kwargs)
-                sys.stdout.flush()  # here, since a pipe that is closed at exit prints a traceback
+                sys.stdout.flush()
                 return status
             except BrokenPipeError:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 say("stdout was closed before the output ended")
                 return 1
             except mendable as error:
@@ -105,6 +112,8 @@ def command(
                 if stopped:
                     note(f"\n{name}: {stopped}")
                 return 130
+            finally:
+                drop_output()
 
         return guarded
 

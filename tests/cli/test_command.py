@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -129,6 +130,16 @@ def test_a_reader_that_left_is_one_line(length, tmp_path):
 
     assert status_of(start(run, tmp_path / "log")) == 1
     assert (tmp_path / "log").read_text() == "locret-x: stdout was closed before the output ended\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+def test_output_onto_a_full_disk_is_one_line():
+    """Also where Python ends, which tries to write it again."""
+    code = "import sys\nfrom locret_kit.cli.info import info\nsys.exit(info(['--help']))"
+    with open("/dev/full", "w") as full:
+        given = dict(stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONUNBUFFERED": ""}, **given)
+    assert (done.returncode, done.stderr) == (1, "locret-info: No space left on device\n")
 
 
 @pytest.mark.parametrize("closed", ["stdin", "stdout", "stderr"])
