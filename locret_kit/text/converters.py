@@ -16,6 +16,8 @@ LACKS = "converted: notes, forms, columns, numbering or equations may be missing
 _BASE64 = re.compile(r"(?<![A-Za-z0-9+/])(?:(?:[A-Za-z0-9+/]{60,80}={0,2}(?:\\n|\s){1,4}){10}|[A-Za-z0-9+/]{2000})")
 """Ten lines of base64, or a long one: an attachment of a mail, a picture in a notebook."""
 ENCODED = "it holds base64, such as pictures or attachments, which is read letter by letter: take the text out first"
+_PREFIX = re.compile(rb"(</?)[\w.-]+:(?=(?:package|manifest|spine|item|itemref)\b)")
+"""A prefix of names in an EPUB's list of chapters, of which its converter knows none."""
 
 
 class Refusal(ValueError):
@@ -92,9 +94,10 @@ def stored(data: bytes, name: str) -> BytesIO:
             if entry.is_dir():
                 continue
             with archive.open(entry) as packed, copy.open(entry.filename, "w") as unpacked:
-                while piece := packed.read(1 << 16):
+                listed = entry.filename.endswith(".opf")
+                while piece := packed.read(1 << (22 if listed else 16)):
                     if entry.filename == "META-INF/encryption.xml" and b"xmlenc#aes" in piece:  # text, not fonts
                         raise locked
-                    unpacked.write(piece)
+                    unpacked.write(_PREFIX.sub(rb"\1", piece) if listed else piece)
     out.seek(0)
     return out

@@ -87,9 +87,13 @@ def test_word():
 
 
 def test_a_book_in_its_reading_order():
+    """Also where the names of its list have a prefix."""
     chapters = [" ".join(prose(i, 3)) for i in range(4)]
-    text = re.sub(r"!\[\]\(\S*\)\s*", "", read(epub(chapters), "a.epub"))
+    whole, files = read(epub(chapters), "a.epub"), epub_files(chapters)
+    text = re.sub(r"!\[\]\(\S*\)\s*", "", whole)
     assert [part for part in text.strip().split("\n\n") if not part.startswith("**")] == chapters
+    listed = re.sub(r"(</?)", r"\1opf:", files["content.opf"]).replace("package>", "package xmlns:opf='x'>", 1)
+    assert read(zipped({**files, "content.opf": listed}), "a.epub") == whole
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
