@@ -209,7 +209,8 @@ def convert(
     """
     command = python(__name__, name.replace("\0", ""), *map(str, (seconds, memory, text)))
     pipe, end = subprocess.PIPE, time.monotonic() + 2 * seconds
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as child:
+    # In a session of its own: Ctrl-C is for this process to judge.
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True) as child:
         # Not by `communicate`, which before Python 3.13 forgets after a timeout what it has not sent yet.
         threading.Thread(target=_feed, args=(child.stdin, data), daemon=True).start()
         child.stdin = None
@@ -255,8 +256,9 @@ def main() -> int:
     try:
         import resource
 
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        for kind, most in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory)):
+            with suppress(ValueError):  # the user's own is lower, and stays
+                resource.setrlimit(kind, (most, most))
     except ImportError:  # not on Windows: the time limit of the parent remains
         pass
     logging.disable()

@@ -1,16 +1,21 @@
 """Documents as text. The oracle is the text that the test put into a file."""
 
 import base64
+import ctypes
 import gc
 import gzip
 import io
 import json
+import os
 import random
 import re
+import resource
+import signal
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import tracemalloc
 import warnings
 import zlib
@@ -20,6 +25,7 @@ from zipfile import ZIP_BZIP2
 
 import pytest
 from bs4 import BeautifulSoup
+from forked import start, status_of
 from made_documents import REMOTE, docx, docx_files, drawn, epub, epub_files, html, pdf, zipped
 
 from locret_kit.cli import command
@@ -394,3 +400,27 @@ def test_the_commands_convert_under_limits(tmp_path, monkeypatch):
     monkeypatch.setattr("locret_kit.cli.command.convert", partial(convert, text=3))
     with pytest.raises(ValueError, match="its text has 7 bytes, above the limit of 3"):
         text_of(str(tmp_path / "a.html"))
+
+
+def lower_limit() -> None:
+    """Set a limit as a shell's or a cluster's ``ulimit -t``, which nobody but root may raise."""
+    resource.setrlimit(resource.RLIMIT_CPU, (99, 99))
+    ctypes.CDLL(None).prctl(24, 24)  # PR_CAPBSET_DROP, CAP_SYS_RESOURCE: takes root's power away
+
+
+def ctrl_c() -> None:
+    """Press Ctrl-C in a terminal whose program only notes it, as a conversation does."""
+    os.setsid()
+    signal.signal(signal.SIGINT, lambda *_: None)
+    threading.Timer(0.4, os.killpg, (os.getpgrp(), signal.SIGINT)).start()
+
+
+@pytest.mark.parametrize("meet", [lower_limit, ctrl_c])
+def test_a_conversion_goes_on(meet, tmp_path):
+    def run() -> int:
+        meet()
+        print(convert(b"<p>one two</p>", "a.html"))
+        return 0
+
+    status = status_of(start(run, tmp_path / "log"))
+    assert (status, (tmp_path / "log").read_text()) == (0, "one two\n")
