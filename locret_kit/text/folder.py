@@ -1,6 +1,7 @@
 """A folder as one text: its files in order of their paths, each under a heading with its path."""
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -27,7 +28,8 @@ def read_folder(
     text: ``note`` is told their names.
 
     Args:
-        include: patterns as of a shell, such as ``*.py``, for a file's name or its path in the folder; none takes all.
+        include: patterns as of a shell, such as ``*.py`` or ``src/**/*.py``, for a file's name or its path in the folder; none
+            takes all.
         note: called with one line at most, after the last piece.
 
     Raises:
@@ -84,7 +86,10 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def _matches(path: str, pattern: str) -> bool:
-    return fnmatchcase(path, pattern) or fnmatchcase(path.rpartition("/")[2], pattern)
+    """Whether a file's path or name has a pattern, in which ``**/`` stands for any folders, or none."""
+    names = path, path.rpartition("/")[2]
+    fewer = (pattern[: at.start()] + pattern[at.end() :] for at in re.finditer(r"\*\*/", pattern))
+    return any(fnmatchcase(name, pattern) for name in names) or any(_matches(path, one) for one in fewer)
 
 
 def _text(path: Path) -> str | None:

@@ -61,6 +61,20 @@ def test_patterns_are_of_the_name_or_the_path(folder):
         [*read_folder(folder, ["*.rs"])]
 
 
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("**/*.py", "a.py in/b.py in/two/c.py"),
+        ("in/**/*.py", "in/b.py in/two/c.py"),
+        ("in/**/two/**/c.py", "in/two/c.py"),
+    ],
+)
+def test_two_stars_stand_for_any_folders_or_none(tmp_path, pattern, names):
+    made(tmp_path, dict.fromkeys(("a.py", "in/b.py", "in/two/c.py", "d.md"), "words"))
+    found = [piece.split("\n")[0].removeprefix("# File: ") for piece in read_folder(tmp_path, [pattern])]
+    assert found == names.split()
+
+
 def made(folder, files, repositories=()):
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
