@@ -36,7 +36,7 @@ def read_folder(
         ValueError: no file of the folder is text, or matches ``include``. OSError: it cannot be read.
     """
     folder = Path(folder)
-    every = sorted(_listed(folder))
+    every = sorted({*_listed(folder)})
     chosen = [path for path in every if not include or any(_matches(path, pattern) for pattern in include)]
     if every and not chosen:
         raise ValueError(f"include={' '.join(include)!r} matches none of the {len(every)} files in {folder}")
@@ -63,12 +63,12 @@ def _listed(folder: Path) -> Iterator[str]:
         where: tuple[str, ...] = ()
         with tempfile.TemporaryDirectory() as empty:
             # git reads .gitignore without a repository of the folder's own, too. One that ignores the folder says nothing of it.
-            outside = _git(folder, "rev-parse", "--is-inside-work-tree") is None
-            if outside or _git(folder, "check-ignore", "--quiet", ".") is not None:
+            inside = _git(folder, "rev-parse", "--is-inside-work-tree") == "true\n"  # not in a bare one, nor in .git
+            if not inside or _git(folder, "check-ignore", "--quiet", ".") is not None:
                 _git(folder, "init", "--quiet", "--bare", empty)
                 where = (f"--git-dir={empty}", f"--work-tree={folder.resolve()}")
-            kinds = "--cached", "--others", "--exclude-standard"
-            paths = (_git(folder, *where, "ls-files", "-z", "--deduplicate", *kinds) or "").split("\0")
+            words = "ls-files", "-z", "--cached", "--others", "--exclude-standard"
+            paths = (_git(folder, *where, *words) or "").split("\0")
     else:
         paths = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     for path in (path for path in paths if path and not any(part.startswith(".") for part in path.split("/"))):
@@ -81,7 +81,8 @@ def _listed(folder: Path) -> Iterator[str]:
 
 def _git(folder: Path, *words: str) -> str | None:
     """The output of git in a folder; None where it fails."""
-    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True)
+    own = "-c", "core.fsmonitor=false"  # a program that the folder's own configuration may name
+    done = subprocess.run(["git", *own, "-C", str(folder), *words], capture_output=True)
     return os.fsdecode(done.stdout) if done.returncode == 0 else None
 
 

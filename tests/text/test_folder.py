@@ -98,6 +98,26 @@ def test_repositories_within_a_folder_are_read(tmp_path, repositories):
     assert names == ["a.md", "in/b.md", "in/two/c.md", "one/d.md"]
 
 
+def test_a_bare_repository_is_a_folder_too(tmp_path):
+    subprocess.run(["git", "init", "--quiet", "--bare", str(tmp_path)], check=True)
+    made(tmp_path, {"notes.md": "words"})
+    assert "# File: notes.md\nwords\n\n" in [*read_folder(tmp_path)]
+
+
+def test_no_program_of_a_folder_is_run(tmp_path):
+    """As one that its repository's configuration names, which somebody else may have packed."""
+    made(tmp_path, {"a.md": "words", ".git/hook": f"#!/bin/sh\ntouch {tmp_path}/run\n"}, ["."])
+    (tmp_path / ".git/hook").chmod(0o700)
+    for words in (
+        ("add", "a.md"),
+        ("config", "core.fsmonitor", f"{tmp_path}/.git/hook"),
+        ("update-index", "--fsmonitor"),
+    ):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True)
+    (tmp_path / "run").unlink(missing_ok=True)
+    assert [*read_folder(tmp_path)] == ["# File: a.md\nwords\n\n"] and not (tmp_path / "run").exists()
+
+
 def test_a_name_that_is_no_utf8_is_shown_with_escapes(tmp_path):
     (tmp_path / "caf\udce9.txt").write_text("words")
     assert [*read_folder(tmp_path)] == ["# File: caf\\udce9.txt\nwords\n\n"]
