@@ -47,4 +47,4 @@ def run_kept(args: KeptOptions) -> int:
     return 0
 
 
-kept = entry(KEPT, run_kept)
+kept = entry(KEPT, run_kept, also=(RuntimeError,))

@@ -371,6 +371,7 @@ BAD = [
     (("kept", "{book}", "--layer", "3"), 1, "layer=3 must be from 0 to 2"),
     (("kept", "{book}", "-o", "{book}"), 1, "already exists"),
     (("kept", "{book}", "-o", "{book}", "--overwrite"), 1, "is the input file: name another"),
+    (("kept", "{out}/loop", "-o", "{out}/x"), 1, "loop"),
     (("read", "long.txt", "-o", "./long.txt", "--overwrite", "--ckpt", "heads"), 1, "is the input file"),
     (("infer", "long.txt", "--report", "long.txt", "--question", "Who?"), 1, "is the input file"),
     (("kept", "{book}", "-o", "{out}/x", "--layer", "1"), 1, "--layer 1 has no effect with --out"),
@@ -388,6 +389,7 @@ BAD = [
 
 @pytest.mark.parametrize(("words", "status", "said"), BAD, ids=[" ".join(words) for words, _, _ in BAD])
 def test_bad_input_is_one_line(use, book, words, status, said):
+    book.with_name("loop").symlink_to("loop")
     got, out, err = use(*(word.replace("{book}", str(book)) for word in words))
     assert (got, out) == (status, "") and err.count("\n") == 1, err
     assert err.startswith(f"locret-{words[0]}: ") and said in err, err
