@@ -324,8 +324,8 @@ def unknown(name: str, known: Mapping[str, Option], where: str = "") -> str:
 
 def typed(annotation: object, text: str) -> object:
     """A text as a value of an annotation's type, unchecked. ``null`` is None if the annotation allows it. A list is
-    ``[a,b]`` or ``a,b``; commas within parentheses or quotes belong to an item."""
-    kinds, text = alternatives(annotation), text.strip()
+    ``[a,b]`` or ``a,b``; commas within parentheses or quotes belong to an item. Blanks around a text are its own."""
+    kinds, given, text = alternatives(annotation), text, text.strip()
     if text == "null" and type(None) in kinds:
         return None
     for kind in kinds:
@@ -334,7 +334,7 @@ def typed(annotation: object, text: str) -> object:
             items = (part.strip("\"'") for part in split_outside(inside, ","))
             return [typed(get_args(kind)[0], item) for item in items if item]
     known = {str(choice): choice for choice in choices(annotation)}
-    return known.get(text, text) if known or str in kinds else scalar(text)
+    return known.get(text, text) if known else given if str in kinds else scalar(text)
 
 
 def values_of(command: Command[T], tree: Values, where: str) -> Values:

@@ -117,6 +117,7 @@ def test_errors(argv, kind, said):
         (["./a=b.txt"], {"file": "./a=b.txt"}),
         (["--model", "-1"], {"model": "-1"}),
         (["--model", "-- not an option"], {"model": "-- not an option"}),
+        (["--model", " m.txt ", "--number", " 3 "], {"model": " m.txt ", "number": 3}),
     ],
 )
 def test_words_that_look_like_others(argv, values):
