@@ -207,7 +207,7 @@ def convert(
         ImportError: a library is missing or broken; names it. The message may hold paths of this machine.
         Unwanted: ``unwanted`` returned True; the process has ended.
     """
-    command = python(__name__, name.replace("\0", ""), *map(str, (seconds, memory, text)))
+    command = python(__name__, re.sub("[\0\r\n]", " ", name), *map(str, (seconds, memory, text)))
     pipe, end = subprocess.PIPE, time.monotonic() + 2 * seconds
     # In a session of its own: Ctrl-C is for this process to judge.
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True) as child:

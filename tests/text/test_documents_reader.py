@@ -400,6 +400,8 @@ def test_the_commands_convert_under_limits(tmp_path, monkeypatch):
     monkeypatch.setattr("locret_kit.cli.command.convert", partial(convert, text=3))
     with pytest.raises(ValueError, match="its text has 7 bytes, above the limit of 3"):
         text_of(str(tmp_path / "a.html"))
+    with pytest.raises(ValueError, match=r"^two lines\.pdf is empty$"):
+        convert(b"", "two\nlines.pdf")
 
 
 def lower_limit() -> None:
