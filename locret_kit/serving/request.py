@@ -231,7 +231,7 @@ class ServerRequest:
         it omits. The first is the prompt with its answer. The second is its form in the next turn's prompt, without leading
         ``blank`` tokens of the answer."""
         assert self.sequence is not None
-        answer, skipped, next_ids = self.sequence.tokens, self.lookup.skipped, self.prompt.next_ids
+        answer, skipped, next_ids = self.sequence.written, self.lookup.skipped, self.prompt.next_ids
         answer = answer[: max(0, tokens - self.prompt_length)]
         yield (self.prompt.ids + array("i", answer))[: tokens - skipped], skipped
         if answer and next_ids:

@@ -233,3 +233,18 @@ def test_a_tool_loop_and_a_branch(thoughts):
             usage = client.post("/chat/completions", json=body).json()["usage"]
             assert usage["prompt_tokens"] == len(ids) > usage["prompt_tokens_details"]["cached_tokens"]
         assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_an_answer_that_fails_ends_alone(monkeypatch):
+    """What was read of its prompt waits for the next turn."""
+
+    def failing(*given: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    with server("dropped", shared_prefixes=0) as (engine, client):
+        messages = [*SYSTEM, {"role": "user", "content": QUESTIONS[0]}]
+        with monkeypatch.context() as patch:
+            patch.setattr(Thought, "take", failing)
+            body = {"messages": messages, "thinking": {"type": "enabled", "budget_tokens": BUDGET}}
+            assert client.post("/chat/completions", json=body).status_code == 500
+        assert say(client, messages)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0 and not engine.failed
