@@ -114,9 +114,9 @@ class Parameters:
     def __init__(self, form: CallForm, schema: Schema) -> None:
         self._form, self._schema, self._begun = form, schema, False
         known = "|".join(map(regex.escape, properties_of(schema))) or NEVER
-        patterns = [pattern.replace("KEYS", known) for pattern in (form.key, form.end)]
         self._patterns = [  # before the end of an answer, and at its end
-            [regex.compile(pattern.replace("END", end), regex.DOTALL) for pattern in patterns] for end in (NEVER, r"\Z")
+            [regex.compile(x.replace("END", end).replace("KEYS", known), regex.DOTALL) for x in (form.key, form.end)]
+            for end in (NEVER, r"\Z")
         ]
         self._types: set[str] | None = None  # of the value that has begun
         self._bare, self._streams, self._searched, self._nesting = False, False, 0, Nesting()

@@ -139,8 +139,8 @@ FAULTS = [
     (f"x <seed:tool_call>{HALF}</function></seed:tool_call>", "x", [A]),
     ('<minimax:tool_call><invoke name="w"><parameter name="text">a</parameter></invoke></minimax:tool_call>', "", [A]),
     ("<tool_call><function=w><parameter=text>\na\n</function></tool_call>", "", [A]),
-    ("<tool_call><function=w><parameter=text>\na\n<parameter=n>\n3\n</parameter></function></tool_call>", "",
-     [("w", {"text": "a", "n": 3})]),
+    *((f"<tool_call><function=w><parameter=text>\na\n<parameter={key}>\n3\n</parameter></function></tool_call>", "",
+       [("w", {"text": "a", key: 3})]) for key in ("n", "SENDER")),
     (f"<think> a <tool_call>? </think>{xml('w', {'text': 'a'})}", "<think> a <tool_call>? </think>", [A]),
     *((xml("w", {"text": text}), "", [("w", {"text": text})]) for text in (
         "an </parameter> in it", "an </tool_call> in it", "<parameter=x>\nin it", '{"a": 1}', "3", "null", "\n\n",
@@ -157,7 +157,7 @@ FAULTS = [
 LOOSE = {"$defs": {"I": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/I"}]}}, "properties": {
     "text": {"type": "string"}, "none": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "refers": {"$ref": "#/$defs/I"},
     "kind": {"enum": [1, 2, "x"]}, "one": {"type": "integer", "nullable": True}, "all": {"allOf": [{"type": "object"}]},
-    "is": {"const": 3}, "any": {}, "n": {"type": "number"},
+    "is": {"const": 3}, "any": {}, "n": {"type": "number"}, "SENDER": {"type": "number"},
 }}  # fmt: skip
 
 
