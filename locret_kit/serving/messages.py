@@ -163,11 +163,11 @@ SAME = (
     "model", "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
     "logit_bias", "seed", "document_id", "budget", "policy", "chat_template_kwargs", "continue_final_message", "tools",
     "reasoning_effort", "reasoning", "include_reasoning", "thinking", "enable_thinking", "think", "thinking_budget",
-    "thinking_token_budget",
+    "thinking_token_budget", "tool_choice",
 )  # fmt: skip
 FIELDS = {
     ANTHROPIC: (*SAME, "messages", "max_tokens", "thread", "stop_sequences", "output_config", "output_format"),
-    RESPONSES: (*SAME, "stop", "tool_choice", "parallel_tool_calls", "store", "max_output_tokens", "text"),
+    RESPONSES: (*SAME, "stop", "parallel_tool_calls", "store", "max_output_tokens", "text"),
 }
 """Fields of other protocols that a chat completion has by the same name, or by another of its ``places``."""
 NAMES = {"messages": "input", "max_tokens": "max_output_tokens"}
@@ -208,7 +208,7 @@ class Function(Part):
     parameters: Annotated[JsonObject, places("parameters", "input_schema")] = Field(default_factory=dict)
 
 
-class Tool(BaseModel):
+class Tool(Part):
     """A tool. In other protocols its function's fields stand beside its type. Of a tool of another type, such as ``web_search``,
     the name alone is kept: it is left out."""
 

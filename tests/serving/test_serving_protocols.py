@@ -176,7 +176,7 @@ UNSAYABLE = [
     ("responses", {"tools": [RESPONSES_TOOL | {"description": "\ud800"}]}, "tools"),
     ("responses", {"instructions": 5}, "instructions"), ("responses", {"instructions": [{"type": "image"}]}, "instructions"),
     ("messages", {"system": 5}, "system"), ("messages", {"system": [{"type": "image"}]}, "system"),
-    ("chat/completions", {"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    ("chat/completions", {"logit_bias": {"9" * 5000: 1}}, "logit_bias"), ("messages", {"tool_choice": "any"}, "tool_choice"),
 ]  # fmt: skip
 """Fields that no answer can repeat or no prompt have; and their names."""
 

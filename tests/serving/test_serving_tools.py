@@ -147,7 +147,7 @@ def test_another_template_is_told_in_words():
 
 @pytest.mark.parametrize("tool", [
     {"type": "function", "function": {"name": "f", "parameters": {"a": 1}}},
-    {"type": "function", "name": "f", "parameters": {"a": 1}}, {"name": "f", "input_schema": {"a": 1}},
+    {"type": "function", "name": "f", "parameters": {"a": 1}}, {"name": "f", "input_schema": {"a": 1}, "type": None},
     {"type": "custom", "name": "f", "description": None, "input_schema": {"a": 1}},
 ])  # fmt: skip
 def test_tools_as_every_protocol_has_them(tool):
