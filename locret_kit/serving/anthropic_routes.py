@@ -45,7 +45,7 @@ def chat_fields(body: JsonObject) -> JsonObject:
     Raises:
         ValueError: the body asks for an unsupported feature.
     """
-    refuse(body, {"mcp_servers": "", "container": ""})
+    refuse(body, {"mcp_servers": "", "container": "", "evidence": ": passages are in /v1/chat/completions"})
     fields = fields_of(ANTHROPIC, body)
     if isinstance(given := fields.get("messages"), list):
         left_out = set[str]()

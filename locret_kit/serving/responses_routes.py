@@ -26,6 +26,7 @@ NOT_HERE = {
     "prompt": ": nothing is stored here: send the prompt as input",
     "background": ": an answer ends with its request",
     "top_logprobs": ": log-probabilities are in /v1/chat/completions",
+    "evidence": ": passages are in /v1/chat/completions",
 }
 """Fields that are refused, and why."""
 ECHOED: dict[str, object] = {

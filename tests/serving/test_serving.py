@@ -17,6 +17,8 @@ from served import KEYS, SETTINGS, running_engine, serving
 from locret_kit import Document
 from locret_kit.settings import RunSettings
 
+ROUTES = ("chat/completions", "messages", "responses")
+
 
 def test_an_answer_whole_and_streamed(client):
     messages = [{"role": "system", "content": "Be brief."}, *user(text_of(60) + " Who came in?")]
@@ -129,9 +131,11 @@ def test_an_answer_has_passages_of_its_document(url, client, stop):
         assert "".join(passage["text"].split())[5:-5] in "".join(text.split())
     chunks = list(client.chat.completions.create(**about, stop=stop, stream=True, extra_body=asked))
     assert [chunk.choices[0].evidence for chunk in chunks if hasattr(chunk.choices[0], "evidence")] == [whole.evidence]
-    body = {"messages": user("Who?"), "evidence": True}
-    refused = httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer())
-    assert refused.status_code == 400 and "document_id" in refused.json()["error"]["message"]
+    body = {"messages": user("Who?"), "input": "Who?", "max_tokens": 8, "evidence": True}
+    refused = [httpx.post(f"{url}/v1/{path}", json=body, headers=bearer()) for path in ROUTES]
+    assert [answer.status_code for answer in refused] == [400] * 3
+    for answer, word in zip(refused, ("document_id", "/v1/chat", "/v1/chat"), strict=True):
+        assert word in answer.json()["error"]["message"]
     httpx.delete(f"{url}/v1/documents/{made['id']}", headers=bearer())
 
 
