@@ -37,9 +37,11 @@ class Tokenize(Part):
     """``POST /tokenize``: of a text, or of the prompt that messages make, with fields of a chat completion."""
 
     model_config = ConfigDict(extra="allow")
-    text: Annotated[str | None, places("content", "prompt")] = None
+    content: str | None = None
+    prompt: str | None = None
     messages: list[dict[str, object]] | None = None
-    special: Annotated[bool, places("add_special_tokens", "add_special")] = False
+    special: Annotated[bool | None, places("add_special_tokens", "add_special")] = None
+    """Whether special tokens are added; by default to a prompt, as in vLLM, and not to a content, as in llama.cpp."""
     with_pieces: bool = False
 
 
@@ -77,9 +79,11 @@ def add_information(app: FastAPI, server: Server) -> None:
                 chat = checked(ChatBody, {**(body.model_extra or {}), "messages": body.messages})
                 (ids,) = chat.ids(tokenizer, server.document_of(request, chat.document_id), max_tokens)
             else:
-                if body.text is None:
+                text = body.prompt if body.content is None else body.content
+                if text is None:
                     raise HTTPException(400, "content (or prompt, or messages) is missing")
-                ids = IdStream(tokenizer, special=body.special, max_tokens=max_tokens).finish(body.text)
+                special = body.content is None if body.special is None else body.special
+                ids = IdStream(tokenizer, special=special, max_tokens=max_tokens).finish(text)
         except TooManyTokens:
             raise HTTPException(400, f"the text has more than {max_tokens} tokens, the most that are listed") from None
         tokens: list[object] = list(ids)

@@ -12,7 +12,8 @@ import openai
 import pytest
 from http_bodies import bearer, chat, deleted, expected, until, uploaded, user
 from read_texts import parts, text_of
-from served import KEYS, SETTINGS, running_engine, serving
+from served import KEYS, SETTINGS, running_engine, serving, with_template
+from tokenizers.processors import TemplateProcessing
 
 from locret_kit import Document
 from locret_kit.settings import RunSettings
@@ -187,6 +188,20 @@ def test_what_is_kept_of_a_document_page_by_page(url):
     for wrong in (*({"start": at} for at in (-1, "x", 2**31, 10**20)), {"limit": 0}, {"limit": 10**6}):
         assert httpx.get(address, params=wrong, headers=bearer()).status_code == 400
     assert deleted(url, made)
+
+
+def test_a_prompt_has_the_tokens_that_it_is_completed_with(url, engine, monkeypatch):
+    """As in vLLM, BOS included; a content has none, as in llama.cpp."""
+    tokenizer = with_template(monkeypatch, engine, "")
+    first = tokenizer.convert_ids_to_tokens(0)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, 0)])
+
+    def tokens(**body: object) -> list[int]:
+        return httpx.post(f"{url}/tokenize", json=body, headers=bearer()).json()["tokens"]
+
+    bos, *own = tokenizer("The harbour").input_ids
+    assert tokens(prompt="The harbour") == tokens(content="The harbour", add_special=True) == [bos, *own]
+    assert tokens(content="The harbour") == tokens(prompt="The harbour", add_special_tokens=False) == own
 
 
 def test_an_endless_body_is_cut_off(url):
