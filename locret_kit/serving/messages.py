@@ -20,7 +20,7 @@ from pydantic_core import ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from ..answers.values import nested
-from ..naming import first_line, prefixed_errors
+from ..naming import first_line, prefixed_errors, valid_unicode
 from ..text.tokens import HALVES
 from ..validation import BOUNDS
 from .request import Busy, Stopping
@@ -320,7 +320,7 @@ def invalid(first: Mapping[str, Any], path: str) -> Refused:
 
 def error_of(told: Refused, path: str) -> dict[str, object]:
     """The body of an error, in the shape of the protocol that ``path`` is of."""
-    status, message, code = told.status_code, told.detail, told.code
+    status, message, code = told.status_code, valid_unicode(told.detail), told.code
     if path.startswith(ANTHROPIC):
         kind = ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
         said = f"prompt is too long: {message}" if code == TOO_LONG else message  # words by which its clients know it

@@ -25,7 +25,7 @@ from http_bodies import KEYS, bearer, chat, deleted, expected, sent, until, uplo
 from made_documents import drawn
 from planted_files import plant
 from read_texts import text_of
-from served import held, listening, new_engine, new_request, running_engine
+from served import held, listening, new_engine, new_request, running_engine, with_template
 
 from locret_kit.runtime import engine as loop
 from locret_kit.serving import document_routes, state
@@ -148,6 +148,14 @@ def test_malformed_bodies(url):
         except httpx.NetworkError:  # it closed the line before all of them were sent
             pass
     works(url)
+
+
+def test_an_error_names_half_of_a_surrogate_pair(url, engine, monkeypatch):
+    with_template(monkeypatch, engine, None)
+    body = json.dumps({"messages": user("x"), "chat_template_kwargs": {"\ud800": 1}})
+    headers = bearer() | {"content-type": "application/json"}
+    answer = httpx.post(f"{url}/v1/chat/completions", content=body, headers=headers)
+    assert answer.status_code == 400 and answer.json()["error"]["message"].endswith(r"would take \ud800")
 
 
 def test_a_slow_body_and_a_body_without_a_key(url, server, monkeypatch):
