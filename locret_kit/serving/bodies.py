@@ -7,6 +7,7 @@ import re
 import secrets
 from array import array
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Literal
@@ -392,8 +393,9 @@ class ChatBody(CompletionBody):
         first = next((at for at, message in enumerate(messages) if message.role == "user"), None)
         if first is None or not (first or self.tools) or not has_template(tokenizer):
             return 0
-        alone = IdStream(tokenizer).finish(render(messages, about=True)[0])
-        return common(alone, ids)
+        with suppress(ValueError):  # a template that leaves out the first user message, or shows it twice
+            return common(IdStream(tokenizer).finish(render(messages, about=True)[0]), ids)
+        return 0
 
 
 def thought_of(message: Message, form: AnswerForm) -> Message:

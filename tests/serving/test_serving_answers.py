@@ -14,7 +14,7 @@ import torch
 from http_bodies import alone, chat, deleted, expected, until, uploaded, user
 from read_texts import parts, text_of
 from real_templates import real_tokenizer
-from served import LIMITS, SETTINGS, ask, new_engine, random_ids, running_engine, serving
+from served import LIMITS, SETTINGS, ask, new_engine, random_ids, running_engine, serving, with_template
 
 from locret_kit import BoundedCache, Document
 from locret_kit.backbones.intercept import Attachment
@@ -246,6 +246,14 @@ def test_system_prompts_over_http(url):
         assert answer["choices"][0]["message"]["content"] == expected(messages, max_new_tokens=6)
         cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert cached[0] == 0 and cached[1] == cached[2] > 100
+
+
+def test_a_template_may_leave_out_the_first_question(url, engine, monkeypatch):
+    """Then prompts share nothing before it."""
+    with_template(monkeypatch, engine, "{{ messages[-1].content }}")
+    system, begun = ({"role": role, "content": "Be brief."} for role in ("system", "assistant"))
+    answer = chat(url, [system, *user("a"), begun, *user("c")], max_tokens=2)
+    assert answer.status_code == 200, answer.text
 
 
 # ---- saved caches ------------------------------------------------------------------------------------------------------
