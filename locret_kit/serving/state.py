@@ -241,7 +241,7 @@ class Server:
         """End: documents that are being read at once, answers that are being written after ``grace`` seconds."""
         self.ended.set()
         for upload in list(self.documents.values()):
-            upload.deleted = True
+            upload.deleted |= upload.document is None
         if self.engine is not None:
             self.engine.stop(grace)
         self.readers.shutdown(wait=False, cancel_futures=True)

@@ -16,13 +16,14 @@ import httpx
 import pytest
 import uvicorn
 from fastapi.testclient import TestClient
-from http_bodies import SETTINGS, chat, expected, sent, until, upload, user
+from http_bodies import SETTINGS, chat, expected, sent, until, upload, uploaded, user
 from read_texts import parts, text_of
-from served import KEYS, held, new_engine, new_request
+from served import KEYS, held, listening, new_engine, new_request
 
 from locret_kit import BoundedCache
 from locret_kit.runtime import engine as loop
 from locret_kit.serving.app import make_app
+from locret_kit.serving.bodies import ChatBody
 from locret_kit.serving.engine_thread import EngineThread
 from locret_kit.serving.process import HeaderTimeout, LoadingApp, Stoppable
 from locret_kit.serving.request import Stopping
@@ -189,3 +190,14 @@ def test_a_fault_of_the_engine_ends_everybody_and_health_says_so(monkeypatch, ca
         answer = client.get("/health")
         assert (answer.status_code, answer.json()) == (503, {"status": "failed"})
     engine.stop(0)
+
+
+def test_a_document_is_there_until_its_server_has_stopped(monkeypatch):
+    """A question that came before is not told that its document is gone."""
+    engine = new_engine()
+    server, ids = Server(engine, "tiny", KEYS, (), Limits()), ChatBody.ids
+    with listening(server) as url:
+        name = uploaded(url, "a.txt", text_of(60).encode())["id"]
+        monkeypatch.setattr(ChatBody, "ids", lambda *given: server.stop(0) or ids(*given))
+        answer = chat(url, user("Who?"), document_id=name)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the server is stopping")
