@@ -164,6 +164,8 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
     document = server.document_of(request, document_id)
     form, spec = body.marks(engine.tokenizer), body.resolve(server, document)
     prompts = await asyncio.to_thread(prompts_of, body, engine, document, server.limits.prompt_tokens)
+    if spec.settings or spec.policy:  # what is wrong with them is told before others are waited for
+        engine.spec.cache(len(prompts[0].ids), spec.settings, spec.policy)
     constrain, reader = await asyncio.to_thread(form_of_answer, engine, body, form, prompts[0].opened)
     spec = replace(spec, sampling=replace(spec.sampling, constrain=constrain))
     if body.left_out:

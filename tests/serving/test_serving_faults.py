@@ -212,9 +212,13 @@ def test_a_step_that_fails_ends_its_requests_alone(url, engine, monkeypatch, pla
     works(url)
 
 
-def test_an_error_in_a_stream_is_that_of_a_whole_answer(url):
-    whole, stream = (chat(url, user("x"), budget=4, stream=stream) for stream in (False, True))
-    assert whole.status_code == 400 and "must be below budget=4" in whole.json()["error"]["message"]
+def test_an_error_in_a_stream_is_that_of_a_whole_answer(url, engine, monkeypatch):
+    with held(engine):  # an error of the request's own settings waits for nobody
+        early = chat(url, user("x"), budget=4, stream=True)
+    assert early.status_code == 400 and "must be below budget=4" in early.json()["error"]["message"]
+    monkeypatch.setattr(engine.spec, "cache", failing(ValueError("no room"))(None))
+    whole, stream = (chat(url, user("x"), stream=stream) for stream in (False, True))
+    assert whole.status_code == 400 and whole.json()["error"]["message"] == "no room"
     assert json.loads(stream.text.strip().splitlines()[-1].removeprefix("data: ")) == whole.json()
 
 
