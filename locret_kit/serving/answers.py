@@ -231,6 +231,9 @@ class Reply(StreamingResponse, ABC):
                     return
                 if chunk.done():
                     chunk = asyncio.ensure_future(anext(chunks, b""))
+        except (ValueError, Failed, Stopping):
+            if not begun:  # otherwise the connection is broken off, and the log has no traceback of it
+                raise
         finally:
             for answer in self.answers:
                 answer.engine.cancel(answer.request)

@@ -201,3 +201,24 @@ def test_a_document_is_there_until_its_server_has_stopped(monkeypatch):
         monkeypatch.setattr(ChatBody, "ids", lambda *given: server.stop(0) or ids(*given))
         answer = chat(url, user("Who?"), document_id=name)
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the server is stopping")
+
+
+def test_a_whole_answer_that_is_broken_off_leaves_no_traceback(monkeypatch, caplog):
+    """Its status was sent while it waited."""
+    engine, go = new_engine(), threading.Event()
+
+    def fails() -> None:
+        go.wait()
+        raise ValueError("no room")
+
+    monkeypatch.setattr(engine._engine, "step", fails)
+    body, headers = {"messages": user("a")}, {"authorization": f"Bearer {KEYS[0]}"}
+    with (
+        listening(Server(engine, "tiny", KEYS, silence=0.05)) as url,
+        pytest.raises(httpx.RemoteProtocolError),
+        httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers) as answer,
+    ):
+        for _ in answer.iter_raw():
+            go.set()
+    assert not [record for record in caplog.records if record.name == "uvicorn.error" and record.exc_info]
+    engine.stop()
