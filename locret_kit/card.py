@@ -58,7 +58,7 @@ def publish(
         repo: ``user/name``. It is made if it is missing.
         source: folder or file of the heads, whose curves, evaluation rows and card are uploaded too. None: heads and a
             new card alone.
-        private: whether a new repository is private.
+        private: whether a new repository is private. A public one that exists is refused.
         message: the commit's message.
         token: a Hub token. Default: ``HF_TOKEN``, or that of ``hf auth login``.
         **names: ``base_model`` and ``adapter``, the Hub ids (``user/name``; of a GGUF file ``user/name:Q4_K_M``) that others

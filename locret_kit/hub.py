@@ -90,7 +90,7 @@ def push(
     """Upload every file of ``folder`` as one commit, and return its address: other readers see all of it or nothing.
 
     A repository that is missing is made. One that has files is written to only if it is ours: ``marker`` names a JSON
-    file and the value its ``format`` must have.
+    file and the value its ``format`` must have. With ``private``, a public one is refused.
 
     Raises:
         OSError: one line that says why, and whether something was published.
@@ -101,7 +101,9 @@ def push(
         raise OSError(f"repo={repo!r}: no Hub token: set HF_TOKEN or run `hf auth login`")
     api, state, (name, wanted) = HfApi(token=token), "nothing was published", marker
     try:
-        api.create_repo(repo, private=private, exist_ok=True)
+        api.create_repo(repo, private=private or None, exist_ok=True)  # None: the organisation's default
+        if private and not api.model_info(repo, timeout=10).private:
+            raise ValueError("it exists and is public: make it private there, or give another name")
         names = _file_names(repo, None, token)
         if not names:
             state += f", but the repository {repo} is there, and empty"
@@ -146,7 +148,8 @@ def explain(error: BaseException, repo: str, doing: str = "read") -> str:
     by_status: dict[object, str] = {401: "the token is not valid: set HF_TOKEN or run `hf auth login`", 403: may_not}
     status = getattr(getattr(error, "response", None), "status_code", None)
     words = next((words for kind, words in by_kind.items() if isinstance(error, kind)), by_status.get(status))
-    said = words or first_line(error)
+    # The Hub's check of a card says what is wrong below its first line.
+    said = words or (" ".join(str(error).split())[:300] if isinstance(error, ValueError) else first_line(error))
     if words or status is not None or isinstance(error, ValueError) or getattr(error, "errno", None):
         return said
     return f"{constants.ENDPOINT} cannot be reached: {said}"

@@ -76,7 +76,8 @@ def run_publish(args: PublishOptions) -> int:
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
         names = card.write_release(heads, args.repo, folder, source, **facts)
-        print(f"would go to {args.repo} ({'private' if args.private else 'public'} if it is new), as one commit:")
+        kind = "private" if args.private else "public by default"
+        print(f"would go to {args.repo} ({kind} if it is new), as one commit:")
         for name in names:
             print(f"{(folder / name).stat().st_size:>12,}  {name}")
         print(f"Besides the card, files are those of {source}, with local paths in JSON files shortened.")

@@ -296,7 +296,7 @@ class PublishOptions:
     repo: str
     """USER/NAME of the repository on the Hub. It is created if missing."""
     private: bool = False
-    """Create a private repository."""
+    """Create a private repository. A public one that exists is refused."""
     dry_run: bool = False
     """Print the files and the model card, and upload nothing."""
     message: str = "Upload retaining heads"

@@ -28,6 +28,8 @@ class HubServer:
     def __init__(self) -> None:
         self.repos: dict[str, list[tuple[str, dict[str, bytes]]]] = {}
         self.objects: dict[str, bytes] = {}
+        self.private: set[str] = set()
+        """Private repositories. New ones are private by default, as an organisation may want it."""
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -74,11 +76,13 @@ class HubServer:
             self._port.bind(self._http.server_address)  # it does not listen, and nobody else gets the port
             return 200, {}
         if path == "/api/validate-yaml":
-            return 200, {"errors": [], "warnings": []}
+            wrong = [{"message": '"license" must be one of [apache-2.0, mit]'}] if b"license: MIT" in body else []
+            return 400 if wrong else 200, {"errors": wrong, "warnings": []}
         if path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked.get('organization') or user}/{asked['name']}"
             known = name in self.repos
+            self.private |= {name} if not known and asked.get("visibility") != "public" else set()
             self.repos.setdefault(name, [])
             return 409 if known else 200, {"url": f"{self.url}/{name}", "name": name, "id": name}
         if path.startswith("/lfs/"):
@@ -111,4 +115,5 @@ class HubServer:
             return (404, {}, {"X-Error-Code": "EntryNotFound", **headers}) if found is None else (200, found, headers)
         if "/tree/" in rest:
             return 200, [{"type": "file", "path": p, "size": len(f), "oid": "0" * 40} for p, f in files.items()]
-        return 200, {"id": name, "sha": sha, "siblings": [{"rfilename": p} for p in files], "tags": [], "downloads": 0}
+        told = {"siblings": [{"rfilename": p} for p in files], "private": name in self.private}
+        return 200, {"id": name, "sha": sha, "tags": [], "downloads": 0, **told}

@@ -336,6 +336,7 @@ def publish(repo, token, *more):
     return cli("publish", "--ckpt", ckpt, "--repo", repo, *more)
 os.environ.pop("HF_TOKEN", None)
 report(no_token=cli("publish", "--ckpt", ckpt, "--repo", "me/new"))
+report(open=publish("me/open", "hf_me", "--private"), license=publish("me/new", "hf_me", "--license", "MIT"))
 report(theirs=publish("you/heads", "hf_me"), other=publish("me/model", "hf_me"), bad_name=publish("me", "hf_me"))
 report(no_file=cli("publish", "--ckpt", ckpt + "x", "--repo", "me/new"), empty=publish("me/n", "hf_me", "--message", " "))
 report(missing=load("you/none"), no_heads=load("me/model"))
@@ -352,6 +353,7 @@ def ran(tmp_path_factory):
         for name, folder in {"lab/tiny": tiny, "lab/lora": make_lora(tiny, work / "lora"), "you/heads": ckpt}.items():
             hub.add(name, {file.name: file.read_bytes() for file in folder.iterdir()})
         hub.add("old/heads", {"README.md": b"", "heads.bin": (work / "heads.bin").read_bytes()})
+        hub.add("me/open", {})
         hub.add("me/model", {"config.json": b'{"model_type": "llama"}', "tokenizer.json": b"{}"})
         code = TROUBLES + ROUND_TRIP + OUT_OF_REACH
         return hub, ckpt, client(hub.url, work / "cache", code, str(ckpt), str(work), HF_TOKEN="hf_me")
@@ -366,6 +368,7 @@ def test_publish_list_download_infer(ran):
     size = (ckpt / "model.safetensors").stat().st_size
     assert re.search(rf"{size:,}  model\.safetensors", listing)
     assert said["published"][0] == said["again"][0] == 0, said
+    assert "me/heads" in hub.private, "the owner's default decides"
     assert said["published"][1].strip() == f"{hub.url}/me/heads/commit/{repo[0][0]}"
     assert len(repo) <= 2
     published = ["README.md", "config.json", "curves.csv", "model.safetensors", "results.jsonl", "training.json"]
@@ -396,6 +399,8 @@ def test_every_refusal_is_one_clear_line(ran):
         "no_token": "repo='me/new': no Hub token: set HF_TOKEN or run `hf auth login`",
         "theirs": "the token may not write to you/heads: it belongs to someone else",
         "other": "it exists and holds something else (config.json, tokenizer.json); give another name",
+        "open": "repo='me/open': nothing was published: it exists and is public: make it private there",
+        "license": 'the upload did not end: Invalid metadata in README.md. - "license" must be one of [apache-2.0, mit]',
         "bad_name": "repo='me' must be user/name",
         "no_file": "no such file or folder",
         "empty": "message is empty: give it a value",
