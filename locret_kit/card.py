@@ -130,7 +130,7 @@ def write_release(
             parameters=sum(p.numel() for p in heads.parameters()), cells=cells,
         )  # fmt: skip
     results = {"eval_results": list(map(result_of, cells)), "model_name": repo.split("/")[1]} if cells else {}
-    facts = {name: value for name, value in given.items() if name != "model-index"} | results
+    facts = given | results
     facts["base_model"], facts["base_model_relation"] = hub_repo(config.backbone) or config.backbone, "adapter"
     # The client's checks of metadata raise errors of many kinds.
     with prefixed_errors(f"{source}: {CARD} has metadata that the Hub does not know", Exception):

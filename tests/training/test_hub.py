@@ -148,6 +148,22 @@ def test_the_shipped_heads_can_be_published(tmp_path, name):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_a_card_keeps_its_results_where_there_are_no_others(tmp_path):
+    write_release(make(), "me/heads", tmp_path / "first", save(tmp_path / "heads"))
+    (tmp_path / "first" / "results.jsonl").unlink()
+    write_release(make(), "me/heads", tmp_path / "again", tmp_path / "first")
+    index, same = (read_card(tmp_path / name / "README.md")[0]["model-index"] for name in ("first", "again"))
+    assert same == index
+
+
+def test_the_card_of_heads_whose_layers_differ_has_all_sizes(tmp_path):
+    layers = AttentionLayer(4, 2, 8, 8, index=0), AttentionLayer(4, 1, 16, 12, index=1)
+    write_release(
+        make(HeadsConfig.for_backbone(BackboneSpec("llama", layers, "silu"), "lab/tiny", 16)), "me/x", tmp_path
+    )
+    assert "One MLP (64 or 92 -> 16 -> 2 or 1, silu, no biases)" in (tmp_path / "README.md").read_text()
+
+
 @pytest.mark.parametrize("exact", [True, False])
 def test_weights_are_published_without_loss(tmp_path, exact):
     heads = make().to(torch.bfloat16).float() if exact else make()
@@ -203,6 +219,10 @@ def test_the_card_says_whether_validation_was_set_aside(tmp_path):
         write_release(make(), "me/heads", tmp_path / f"release{held}", source)
         card = (tmp_path / f"release{held}" / "README.md").read_text()
         assert ("Validation samples (8) were set aside before training" in card) == (said in card) == (held == 8)
+    (source / "training.json").write_text(json.dumps({**training, "set_aside": 8, "heads": {"init": "/home/me/first"}}))
+    write_release(make(), "me/heads", tmp_path / "release", source)
+    card = (tmp_path / "release" / "README.md").read_text()
+    assert "Further training of `first`: 4 steps" in card and "was trained on here; `first` may have seen them." in card
 
 
 @pytest.mark.parametrize("name", ["lab/Tiny-GGUF:Q4_K_M", "lab/Tiny-GGUF/tiny-q4_k_m.gguf"])
