@@ -54,10 +54,10 @@ def flags_of(cfg: TrainConfig, folder: Path) -> str:
     """Flags for the trained heads or the pool, as a shell takes them; a pool in the settings of its training."""
     if cfg.trains == "heads":
         return shlex.join(["--ckpt", str(folder)])
-    heads = ["--ckpt", cfg.pool.heads] if cfg.pool.heads else []
-    sizes = "--budget", str(cfg.infer.budget), "--chunk", str(cfg.infer.chunk)
-    policy = f"{cfg.pool.policy} merge=lococo({folder})"
-    return shlex.join([*heads, "--model", cfg.backbone.model, *sizes, "--policy", policy])
+    given = {"ckpt": cfg.pool.heads, "model": cfg.backbone.model, "adapter": cfg.backbone.adapter}
+    given |= {name: str(getattr(cfg.infer, name)) for name in ("budget", "chunk")}
+    given["policy"] = f"{cfg.pool.policy} merge=lococo({folder})"
+    return shlex.join(word for name, value in given.items() if value for word in (f"--{name}", value))
 
 
 def run_publish(args: PublishOptions) -> int:

@@ -150,5 +150,8 @@ def _fails(arguments: list[str], message: str) -> None:
     [("smollm2-135m", "runs/my run/it's"), ("lococo-smollm2-135m", "h2o merge=lococo(runs/my run/it's)")],
 )
 def test_the_command_that_a_training_prints_is_one_for_a_shell(recipe, last):
-    flags = flags_of(load_config([f"recipe={recipe}"]), Path("runs/my run/it's"))
-    assert shlex.split(flags)[-1] == last
+    flags = shlex.split(
+        flags_of(load_config([f"recipe={recipe}", "backbone.adapter=my lora"]), Path("runs/my run/it's"))
+    )
+    assert flags[-1] == last
+    assert flags[0] == "--ckpt" or flags[flags.index("--adapter") + 1] == "my lora", "heads name theirs"
