@@ -8,6 +8,7 @@ Source: LoCoCo, arXiv 2406.05317. Its 200 steps and kernel of 21 are from Locret
 trained as well.
 """
 
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -114,6 +115,7 @@ class PoolTraining(FrozenTraining):
         description.require_rotations()
         spec = description.spec
         self.policy = parse_policy(cfg.pool.policy)
+        self._warned = False
         self._heads: list[RetainingHeads] = []
         """The policy's retaining heads, if it needs them; in a list, so that they are no submodule."""
         if heads := self.policy.heads_for(cfg.pool.heads, "name them with pool.heads"):
@@ -175,6 +177,10 @@ class PoolTraining(FrozenTraining):
             read.append((total, counted, len(sample.ids)))
         sums = torch.tensor(read, dtype=torch.float32, device=self.device).sum(0)  # [3]
         total, counted, tokens = self.trainer.strategy.reduce(sums, reduce_op="sum").tolist()  # type: ignore[union-attr]
+        if not counted and not self._warned and self.trainer.is_global_zero:
+            self._warned, s = True, self.cfg.infer
+            said = f"infer.budget={s.budget} and infer.chunk={s.chunk} evict nothing of its texts, which are too short"
+            print(f"warning: step {self.global_step + 1} teaches nothing: {said}; so may others", file=sys.stderr)
         self.end_step({"loss": total / max(1, counted), "train/gate": self.pool.mean_gate()}, tokens, began)
 
     def validation_step(self, sample: Sample, index: int) -> None:

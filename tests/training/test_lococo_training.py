@@ -91,3 +91,12 @@ def test_a_run_exports_its_pool_and_its_curves(backbone, tmp_path):
     assert config.inference["budget"] == 96
     assert json.loads((out / "pool" / "training.json").read_text())["trains"] == "pool"
     assert (out / "pool" / "curves.csv").exists() and not (out / "best").exists()
+
+
+def test_steps_that_teach_nothing_are_said_once(backbone, tmp_path, capsys):
+    changed = {"infer.budget": "250", "data.lengths": "[256]", "data.val_samples": "0", "optim.steps": "2"}
+    given = dict(word.split("=", 1) for word in SETTINGS) | {"backbone.model": str(backbone), "out": str(tmp_path)}
+    assert train([f"{key}={value}" for key, value in (given | changed).items()]) == 0
+    said = "warning: step 1 teaches nothing: infer.budget=250 and infer.chunk=64 evict nothing of its texts, "
+    err = capsys.readouterr().err
+    assert err.count("teaches nothing") == 1 and said in err
