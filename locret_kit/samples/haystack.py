@@ -151,8 +151,9 @@ def _pydoc() -> str:
 
 
 def _folder(path: Path) -> str:
-    """The records below a folder; where there are none, its text files."""
-    files = sorted(file for file in path.rglob("*") if file.is_file())
+    """The records below a folder; where there are none, its text files. What is hidden is neither."""
+    places = ((file, file.relative_to(path).parts) for file in path.rglob("*") if file.is_file())
+    files = sorted(file for file, parts in places if not any(part.startswith(".") for part in parts))
     texts = [file for file in files if file.name.endswith(TEXTS)]
     if not texts or any(file.suffix in SUFFIXES for file in files):
         return _inputs(path)

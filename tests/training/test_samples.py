@@ -242,6 +242,8 @@ def test_load_text(tmp_path, monkeypatch):
         haystack.load_text("jargon")
     (tmp_path / "texts" / "folder.txt").mkdir(parents=True)
     (tmp_path / "texts" / "folder.txt" / "one.txt").write_text("one")
+    (tmp_path / "texts" / ".notes").mkdir()
+    (tmp_path / "texts" / ".notes" / "settings.json").write_text("{}")
     assert haystack.load_text(tmp_path / "texts") == "one"
     (tmp_path / "b.jsonl").write_text('{"output": "one"}\n')
     with pytest.raises(ValueError, match=r"b.jsonl, record 0: must have a string `input`, has \['output'\]"):
