@@ -41,9 +41,9 @@ def read_records(
         broken: called with the reason for each line that is no JSON object; the line is skipped.
 
     Raises:
-        FileNotFoundError: the source does not exist (raised at once), or cannot be read from the Hub.
-        ValueError: an unknown kind of file (raised at once), no such split, or, without ``broken``, a line that is
-            no JSON object; has file and line.
+        FileNotFoundError: the source does not exist (raised at once).
+        ValueError: an unknown kind of file (raised at once), no such split, a data set that cannot be read from the Hub,
+            or, without ``broken``, a line that is no JSON object; has file and line.
     """
     path = Path(source)
     if any(all((path / name).is_file() for name in names) for names in SAVED):
@@ -74,6 +74,7 @@ def to_messages(record: dict, *, index: int = 0) -> list[dict]:
         ValueError: an unknown schema (the record's keys and the known schemas are listed), a field of a wrong type, or
             a conversation without an assistant turn.
     """
+    record = {name: value for name, value in record.items() if value is not None}  # of tables, what a row lacks
     name, question = _first(record, "document", "context", "passage"), _first(record, "question", "query")
     answer = _first(record, "answer", "answers")
     if isinstance(record.get("messages"), list):
@@ -187,11 +188,12 @@ def _read_saved(path: Path, split: str) -> Iterator[dict]:
 def _read_hub(name: str, split: str) -> Iterator[dict]:
     import datasets
 
-    try:
+    said = f"source={name} is no local path, and cannot be read from the Hub"
+    with prefixed_errors(said, Exception):  # the client's and its transport's own kinds
         rows = datasets.load_dataset(name, split=split, streaming=True)
-        yield from map(dict, _of_split(rows, split, name))
-    except (OSError, datasets.exceptions.DatasetsError) as error:  # not found, damaged, or no connection
-        raise FileNotFoundError(f"source={name} is no local path, and cannot be read from the Hub: {error}") from error
+    chosen = _of_split(rows, split, name)
+    with prefixed_errors(said, Exception):
+        yield from map(dict, chosen)
 
 
 def _of_split(rows: Mapping | Iterable, split: str, source: object) -> Iterable:

@@ -103,6 +103,9 @@ def test_chat_errors():
 
 # --- records
 
+LACKING = dict.fromkeys(("messages", "instruction", "input", "output", "document", "context", "query", "answer"))
+"""Fields that a row of a table lacks where other rows have other schemas."""
+
 
 @pytest.mark.parametrize(
     "record, index, expected",
@@ -113,6 +116,8 @@ def test_chat_errors():
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, 0, chat("q", "a")),
         ({"document": "d", "question": "q", "answer": "a"}, 0, chat("d\n\nq", "a")),
         ({"context": "d", "query": "q", "answers": ["a", "b"]}, 0, chat("d\n\nq", "a")),
+        (LACKING | {"context": "d", "question": "q", "answers": ["a"]}, 0, chat("d\n\nq", "a")),
+        (LACKING | {"instruction": "q", "output": "a"}, 0, chat("q", "a")),
         ({"input": "d", "instructions": ["p", "q"], "outputs": ["a", "b"]}, 1, chat("d\n\nq", "b")),
         ({"input": "d", "instructions": ["p", "q"], "outputs": ["a", "b"]}, 4, chat("d\n\np", "a")),
     ],
@@ -192,6 +197,8 @@ def test_hub_is_streamed(monkeypatch):
     def load(name, split, streaming):
         if name == "no/where":
             raise ConnectionError("offline")
+        if name == "lab/script":
+            raise RuntimeError("Dataset scripts are no longer supported, but found script.py")
         assert (name, split, streaming) == ("owner/name", "test", True)
         return there[0]
 
@@ -204,8 +211,9 @@ def test_hub_is_streamed(monkeypatch):
     there[0] = {"train": []}
     with pytest.raises(ValueError, match="split=test must be one that owner/name has: train"):
         list(read_records("owner/name", split="test"))
-    with pytest.raises(FileNotFoundError, match="no/where is no local path, and cannot be read from the Hub: offline"):
-        list(read_records("no/where"))
+    for name, reason in (("no/where", "offline"), ("lab/script", "Dataset scripts are no longer supported")):
+        with pytest.raises(ValueError, match=f"{name} is no local path, and cannot be read from the Hub: {reason}"):
+            list(read_records(name))
 
 
 # --- text
