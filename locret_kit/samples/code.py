@@ -10,7 +10,7 @@ import re
 import sysconfig
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,9 +67,9 @@ class Asked:
     value: str
 
 
-def read_code(folder: str) -> list[CodeFile]:
-    """The Python files of a folder that have facts, by path; 'python' is the standard library of the running Python.
-    Tests, hidden files and files that do not parse are left out.
+def read_code(folder: str, kinds: Collection[str] = (*WORDINGS, *HELD_KINDS)) -> list[CodeFile]:
+    """The Python files of a folder that have facts of some kinds, by path; 'python' is the standard library of the running
+    Python. Tests, hidden files and files that do not parse are left out.
 
     Raises:
         FileNotFoundError: no such folder. ValueError: no file has facts.
@@ -82,7 +82,8 @@ def read_code(folder: str) -> list[CodeFile]:
         parts = path.relative_to(root).parts
         if SKIPPED.intersection(parts) or any(part.startswith((".", "test_", "_test")) for part in parts):
             continue
-        if (file := read_file(path, "/".join(parts))) is not None:
+        file = read_file(path, "/".join(parts))
+        if file is not None and any(fact.kind in kinds for fact in file.facts):
             files.append(file)
     if not files:
         raise ValueError(f"code({folder}): no Python file in it has anything to ask for")
@@ -92,7 +93,7 @@ def read_code(folder: str) -> list[CodeFile]:
 def read_file(path: Path, name: str) -> CodeFile | None:
     """A file's facts; None if it has none, or is no Python."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(text)
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):

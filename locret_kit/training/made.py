@@ -15,7 +15,7 @@ from ..config.train_options import DataConfig
 from ..naming import first_line, prefixed_errors
 from ..policies.registry import part
 from ..samples import Sample, overlap
-from ..samples.code import CodeFile, code_sample, read_code
+from ..samples.code import WORDINGS, CodeFile, code_sample, read_code
 from ..samples.haystack import load_text, next_start
 from ..samples.study import Studied, Write, study, study_sample
 from ..samples.synthetic import TRAINING, VALIDATION, Wording, synthetic_sample
@@ -157,7 +157,7 @@ class Code(Made[list[CodeFile]]):
     def load(self) -> None:
         self.name = f"code({self.folder})"
         with prefixed_errors("data.sources", OSError, ValueError):
-            self.trained = read_code(self.folder)
+            self.trained = read_code(self.folder, WORDINGS)
 
     def set_aside(self, wanted: int, seed: str) -> tuple[list[CodeFile], Sequence[str]]:
         held = random.Random(seed).sample(self.trained, max(1, round(STRETCH * len(self.trained))))

@@ -199,3 +199,20 @@ def test_a_function_does_not_return_raise_or_call_what_one_within_it_does(tmp_pa
     assert {(fact.kind, fact.name) for fact in file.facts} == {
         ("function_file", "outer"), ("parameters", "outer"), ("caller", "other"),
     }  # fmt: skip
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
+    (tmp_path / "marked.py").write_text("class Alone(Exception):\n    pass\n", encoding="utf-8-sig")
+    (file,) = read_code(str(tmp_path))
+    assert file.lines[0] == "class Alone(Exception):"
+
+
+def test_files_that_only_import_are_not_set_aside(tmp_path):
+    """Questions about imports are never trained on: nothing could be validated."""
+    for name in "abcdefgh":
+        (tmp_path / f"{name}.py").write_text("from json import loads\n")
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text(f"class Alone{name}(Exception):\n    pass\n")
+    data = config(f"data.sources=[code({tmp_path})]", "data.val_samples=1", "data.max_tokens=400")
+    assert "Alone" in TOKENIZER.decode(Samples(data, TOKENIZER, seed=0).held[0].ids)
+    assert len(read_code(str(tmp_path))) == 10
