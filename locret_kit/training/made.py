@@ -91,13 +91,16 @@ class Made(ABC, Generic[M]):
                 self._named.add(said)
                 print(f"{self.where}, {said}", file=sys.stderr)
             return sample
-        raise ValueError(f"data.max_tokens={self.data.max_tokens} is too small for {self.name} samples: {reason}")
+        data = self.data
+        sizes = f"{data.lengths=}" if data.lengths else f"{data.max_tokens=}"
+        raise ValueError(f"{sizes} is too small for {self.name} samples: {reason}")
 
     def _split(self, text: str, where: str, seed: str) -> tuple[str, str]:
-        """A stretch to set aside, and the rest. Raises ValueError for a text that is too short."""
+        """A stretch to set aside, and the rest. Raises ValueError where one of them would be empty."""
         stretch, rest = split_text(text, CHARACTERS * self.data.max_tokens, random.Random(seed))
-        if not stretch.strip():
-            raise ValueError(f"{where} is too short for data.val_samples={self.data.val_samples} to set some aside")
+        if not (stretch.strip() and rest.strip()):
+            setting = f"data.val_samples={self.data.val_samples}"
+            raise ValueError(f"{where} is too short, or one line, for {setting} to set some aside")
         return stretch, rest
 
     @property

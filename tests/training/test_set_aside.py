@@ -194,8 +194,8 @@ def test_a_source_whose_texts_another_has_set_aside_is_one_line(tmp_path):
 def test_a_text_that_cannot_be_split_is_one_line(tmp_path):
     (tmp_path / "line.txt").write_text("one line " * 40)
     (tmp_path / "same.txt").write_text("The same few words, over and over, for ever and a day, to the end.\n" * 200)
-    for name in ("line", "same"):
-        with pytest.raises(ValueError, match=rf"data\.texts: '.*{name}\.txt' .*data\.val_samples=8"):
+    for name, said in (("line", "is too short, or one line, for "), ("same", "has nothing left to train on: ")):
+        with pytest.raises(ValueError, match=rf"data\.texts: '.*{name}\.txt' {said}.*data\.val_samples=8"):
             samples_of("synthetic", texts=[str(tmp_path / f"{name}.txt")])
 
 

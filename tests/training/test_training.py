@@ -218,6 +218,8 @@ def test_synthetic_samples_that_are_too_long_are_drawn_again(capsys):
     assert capsys.readouterr().err.count("is left out: n_tokens=256 is too small") == 40 - len(made)
     with pytest.raises(ValueError, match="data.max_tokens=20 is too small for synthetic samples"):
         Samples(DataConfig(max_tokens=20, val_samples=0), tokenizer, seed=0)
+    with pytest.raises(ValueError, match=r"data\.lengths=\[20\] is too small for synthetic samples"):
+        Samples(DataConfig(max_tokens=256, lengths=[20], val_samples=0), tokenizer, seed=0)
 
 
 def test_sizes_that_nothing_can_hold_are_one_line(backbone, tmp_path, capsys, monkeypatch):
