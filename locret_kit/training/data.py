@@ -30,7 +30,7 @@ from ..samples import Sample, encode_chat, overlap
 from ..samples.haystack import TEXTS
 from ..samples.records import SCHEMAS, WHOLE, is_unknown, read_records, to_messages
 from ..samples.study import Write
-from .made import DRAWS, Made, nobody
+from .made import DRAWS, Code, Made, SelfStudy, nobody
 
 BLOCK = 512
 """Records that are held at a time of a source that is not held whole."""
@@ -301,6 +301,10 @@ class Samples:
             made = cast(Made | None, parse_source(name))
             self.sources[name] = made.open(*given) if made else Records(name, data, tokenizer, drawn)
         self.names = list(data.sources)
+        kinds = {type(one) for one in self.sources.values()}
+        for setting, others in (("texts", {Records, Code, SelfStudy}), ("lengths", {Records})):
+            if kinds <= others and (value := getattr(data, setting)) != getattr(DataConfig(), setting):
+                print(f"warning: data.{setting}={value} has no effect on {data.sources=}", file=sys.stderr)
         self._places: list[tuple[str, int]] = []  # source of each index so far, and how many before it are from there
         self._given = dict.fromkeys(self.names, 0)
         self.held: list[Sample] = []

@@ -199,6 +199,20 @@ def test_a_text_that_cannot_be_split_is_one_line(tmp_path):
             samples_of("synthetic", texts=[str(tmp_path / f"{name}.txt")])
 
 
+def test_settings_without_effect_are_said(tmp_path, capsys):
+    (tmp_path / "code.py").write_text("class Alone(Exception):\n    pass\n")
+    source = jsonl(tmp_path / "records.jsonl", [record(n) for n in range(4)])
+    for sources, idle in (
+        ((source,), ["texts", "lengths"]),
+        ((source, "synthetic"), []),
+        ((source, f"code({tmp_path})"), ["texts"]),
+    ):
+        capsys.readouterr()
+        samples_of(*sources, val_samples=0, texts=["jargon"], lengths=[400])
+        said = [line for line in capsys.readouterr().err.splitlines() if "has no effect on data.sources=" in line]
+        assert [line.partition("=")[0] for line in said] == [f"warning: data.{setting}" for setting in idle]
+
+
 # ---- whole epochs ---------------------------------------------------------------------------------------------------------
 
 
