@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from fractions import Fraction
-from functools import cached_property
 from hashlib import sha256
 from itertools import chain, count, islice
 from pathlib import Path
@@ -34,8 +33,8 @@ from .made import DRAWS, Code, Made, SelfStudy, nobody
 
 BLOCK = 512
 """Records that are held at a time of a source that is not held whole."""
-HELD, MIXED = "held", "mixed"
-"""Keys of a state: hash of the validation samples, and whether some of them may have been trained on."""
+HELD, MIXED = "set_aside", "mixed"
+"""Keys of a state: hash of what is set aside, and whether some of it may have been trained on."""
 Held = tuple[list[tuple[int, Sample]], overlap.Grams]
 """Set-aside records by number with their samples, and the 13-grams that are known then."""
 
@@ -309,7 +308,7 @@ class Samples:
         self._given = dict.fromkeys(self.names, 0)
         self.held: list[Sample] = []
         if data.val_samples:
-            known = overlap.union([])
+        known = overlap.union([])
             for name, wanted in divided(data.val_samples, self.names, self.weights).items():
                 if wanted:
                     samples, known = self.sources[name].hold(wanted, known)
@@ -318,6 +317,8 @@ class Samples:
                 source.leave_out(known)
         for source in self.sources.values():
             source[0]  # what it needs is made now, before training
+        self.held_hash = sha256(known.tobytes()).hexdigest()[:16]
+        """Hash of the 13-grams that are set aside. Not of samples, into which a template may write the day."""
 
     def __getitem__(self, index: int) -> Sample:
         for i in range(len(self._places), index + 1):
@@ -406,17 +407,13 @@ class SampleModule(L.LightningDataModule):
         """Samples are integers; a step makes the tensor where it is needed."""
         return batch
 
-    @cached_property
-    def held_hash(self) -> str:
-        """First 16 hexadecimal digits of the SHA-256 of the validation samples."""
-        return sha256(repr(self.samples.held).encode()).hexdigest()[:16]
-
     def state_dict(self) -> dict[str, Any]:
-        return {"done": self.done, HELD: self.held_hash, MIXED: self.mixed}
+        return {"done": self.done, HELD: self.samples.held_hash, MIXED: self.mixed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.done = state_dict["done"]
-        self.mixed = state_dict.get(MIXED, False) or state_dict.get(HELD, self.held_hash) != self.held_hash
+        held = self.samples.held_hash
+        self.mixed = state_dict.get(MIXED, False) or state_dict.get(HELD, held) != held
 
     @property
     def set_aside(self) -> int:

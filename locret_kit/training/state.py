@@ -103,7 +103,8 @@ def check_state(path: Path, module: FrozenTraining, data: SampleModule) -> list[
     changed = [name for name in differ if (len(batches) > 1 if name in BATCH else not name.startswith(FREE))]
     words = ", ".join(f"{name}={now[name]} (was {before[name]})" for name in changed)
     warned = [f"warning: {path} was saved with other settings; from here on: {words}"] if changed else []
-    if data.samples.held and state[SampleModule.__name__].get(HELD, data.held_hash) != data.held_hash:
+    held = data.samples.held and data.samples.held_hash
+    if held and state[SampleModule.__name__].get(HELD, held) != held:
         why = "its figures and out/best do not compare with those to come, whose samples may have been trained on"
         warned.append(f"warning: {path} was validated on other samples: {why}")
     return warned

@@ -34,15 +34,15 @@ class Writer:
 
     def __call__(self, asked: Sequence[tuple[str, str]]) -> list[str]:
         """Answers to pairs of document and request. Processes that share the file wait for each other."""
-        prompts = [self._prompt(*one) for one in asked]
-        keys = [sha256(prompt.encode("utf-8", "replace")).hexdigest() for prompt in prompts]
+        # Not of the prompt, in which a template may write the day.
+        keys = [sha256("\0".join(one).encode("utf-8", "replace")).hexdigest() for one in asked]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with locked(self.path.with_name(f".{self.path.name}.lock"), f"{self.path} is being written", wait=-1):
             known = self._known()
-            missing = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in known}
+            missing = {key: one for key, one in zip(keys, asked, strict=True) if key not in known}
             with self.path.open("a", encoding="utf-8") as file:
-                for key, prompt in tqdm(missing.items(), "self-study", disable=None if missing else True):
-                    known[key] = self._answer(prompt)
+                for key, one in tqdm(missing.items(), "self-study", disable=None if missing else True):
+                    known[key] = self._answer(self._prompt(*one))
                     file.write(json.dumps({"prompt": key, "model": self.model, "answer": known[key]}) + "\n")
                     file.flush()
         return [known[key] for key in keys]

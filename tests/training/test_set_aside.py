@@ -23,7 +23,7 @@ from locret_kit.samples.haystack import load_text
 from locret_kit.samples.records import read_records, to_messages
 from locret_kit.samples.synthetic import FACTS, HELD_FACTS, WORDS, make_fact
 from locret_kit.training import data as data_module
-from locret_kit.training.data import Samples, Share
+from locret_kit.training.data import SampleModule, Samples, Share
 from locret_kit.training.module import HeadTraining
 
 TOKENIZER = tiny_tokenizer()
@@ -337,6 +337,21 @@ def test_more_validation_than_a_stream_has_is_one_line(streamed, tmp_path):
     words = r"data\.val_samples=20 sets 20 samples of '.*' aside, where at most 19 can be: a text"
     with pytest.raises(ValueError, match=words):
         samples_of(source, val_samples=20)
+
+
+def test_what_is_set_aside_is_the_same_where_the_template_tells_the_time(tmp_path):
+    """A run that goes on the next day validates on the same records."""
+    telling = tiny_tokenizer()
+    telling.chat_template = "{{ strftime_now('%H:%M:%S.%f') }} " + telling.chat_template
+    sources = [jsonl(tmp_path / "records.jsonl", [record(n) for n in range(9)]), "synthetic"]
+    data = DataConfig(sources=sources, max_tokens=400, val_samples=4)
+    first, then = (SampleModule(data, telling, seed=0) for _ in range(2))
+    assert first.samples.held != then.samples.held
+    then.load_state_dict(first.state_dict())
+    assert then.set_aside == 4
+    other = SampleModule(data, telling, seed=1)
+    other.load_state_dict(first.state_dict())
+    assert other.set_aside == 0
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------------
