@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..cache.bounded import BoundedCache
 from ..files import locked, parse_json
 from ..runtime.session import Answer
-from ..text.template import has_template, render_prompt
+from ..text.template import SWITCHES, has_template, render_messages, takes
 from ..text.tokens import stream_ids
 from ..text.untrusted import defused
 
@@ -31,6 +31,10 @@ class Writer:
         self, path: Path, tokenizer: PreTrainedTokenizerBase, load: Callable[[], PreTrainedModel], model: str = ""
     ) -> None:
         self.path, self.tokenizer, self.load, self.model = path, tokenizer, load, model
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without the backbone: processes that prepare samples write nothing."""
+        return self.__dict__ | {"load": None}
 
     def __call__(self, asked: Sequence[tuple[str, str]]) -> list[str]:
         """Answers to pairs of document and request. Processes that share the file wait for each other."""
@@ -58,7 +62,9 @@ class Writer:
         return {row["prompt"]: row["answer"] for row in mine}
 
     def _prompt(self, document: str, request: str) -> str:
-        before, after = render_prompt(self.tokenizer, request)
+        off = {name: False for name in SWITCHES if takes(self.tokenizer, name)}  # a thought would take all of NEW
+        asked = [{"role": "user", "content": request}]
+        before, after = render_messages(self.tokenizer, asked, about=True, arguments=off)
         return f"{before}{defused(self.tokenizer, document)}{after}"
 
     def _answer(self, prompt: str) -> str:

@@ -1,17 +1,19 @@
 """Self-study: what a backbone writes is kept, read back, and hidden in a long text; set-aside text is never studied."""
 
 import json
+import pickle
 import random
 import re
 
 import pytest
-from tiny_tokenizer import tiny_tokenizer
+from tiny_tokenizer import TEMPLATE, tiny_tokenizer
 
 from locret_kit.backbones.load import load_backbone
 from locret_kit.cli.train import main
 from locret_kit.config.recipes import load_config
+from locret_kit.config.train_options import DataConfig
 from locret_kit.samples.study import study, study_sample
-from locret_kit.training.data import Samples
+from locret_kit.training.data import Samples, Share
 from locret_kit.training.fit import read_curves
 from locret_kit.training.writer import NEW, Writer
 
@@ -137,3 +139,28 @@ def test_a_training_by_self_study(backbone, tmp_path, monkeypatch):
     monkeypatch.setattr(Writer, "_answer", lambda self, prompt: pytest.fail("it was written before"))
     assert main([*words, "optim.steps=3", "resume=auto"]) == 0
     assert (tmp_path / "run" / "written.jsonl").read_text() == lines and len(read_curves(tmp_path / "run")["loss"]) == 3
+
+
+def test_a_model_that_may_think_writes_at_once(tmp_path):
+    """A thought would take all the tokens that an answer may have."""
+    thinking = tiny_tokenizer()
+    opened = "{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}{% endif %}"
+    thinking.chat_template = TEMPLATE.removesuffix("{% endif %}") + opened
+    prompt = Writer(tmp_path / "written.jsonl", thinking, lambda: None)._prompt("A text.", "Why?")
+    assert prompt.endswith("A text.\n\nWhy?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_processes_that_are_spawned_can_prepare_samples(tmp_path):
+    """Processes inherit nothing on macOS, and from Python 3.14 on."""
+    write = Writer(tmp_path / "written.jsonl", TOKENIZER, lambda: None)
+    share = Share(Samples(DataConfig(max_tokens=400, val_samples=1), TOKENIZER, seed=0, write=write), 0)
+    assert pickle.loads(pickle.dumps(share))[3] == share[3]
+
+
+def test_nothing_is_written_again_where_the_template_tells_the_time(tmp_path, monkeypatch):
+    telling, prompts = tiny_tokenizer(), []
+    telling.chat_template = "{{ strftime_now('%H:%M:%S.%f') }} " + TEMPLATE
+    monkeypatch.setattr(Writer, "_answer", lambda self, prompt: prompts.append(prompt) or "He.")
+    for _ in range(2):
+        assert Writer(tmp_path / "written.jsonl", telling, lambda: None)([("A text.", "Who?")]) == ["He."]
+    assert len(prompts) == 1
