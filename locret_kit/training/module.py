@@ -281,7 +281,8 @@ class KeepBest(Callback):
         recall = module.validated.get("val/recall")
         if recall is None or not self.keep:
             return
-        mine = f"recall={recall:.4f}-step={trainer.global_step}"
+        # The first process's: others may round otherwise, and all have to gather.
+        mine = trainer.strategy.broadcast(f"recall={recall:.4f}-step={trainer.global_step}")
         best = sorted({*self._kept(), mine}, key=rank_of)[-self.keep :]
         if mine in trainer.strategy.broadcast(best):
             heads = gather(trainer)

@@ -3,6 +3,7 @@
 import os
 import random
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from processes import same, train, train_to
 
 from locret_kit.samples import Sample
+from locret_kit.training import module
 from locret_kit.training.data import Share
 from locret_kit.training.strategy import finish_gradients, make_strategy
 
@@ -63,3 +65,14 @@ def test_a_process_whose_samples_taught_nothing_waits_for_the_others(tmp_path):
 def test_several_devices_need_a_strategy():
     with pytest.raises(ValueError, match=r"trainer\.strategy=auto runs one process, not trainer\.devices=2"):
         make_strategy("auto", 2, 1)
+
+
+def test_heads_are_gathered_by_all_processes_whatever_they_measured(tmp_path, monkeypatch):
+    """A process that measures another recall would leave the others waiting."""
+    first, gathered = "recall=0.5000-step=2", []
+    strategy = SimpleNamespace(broadcast=lambda mine: first if isinstance(mine, str) else [first])
+    trainer = SimpleNamespace(global_step=2, is_global_zero=False, strategy=strategy)
+    monkeypatch.setattr(module, "gather", gathered.append)
+    own = SimpleNamespace(validated={"val/recall": 0.4999})
+    module.KeepBest(tmp_path, 1, torch.float32).on_validation_end(trainer, own)
+    assert gathered == [trainer]
