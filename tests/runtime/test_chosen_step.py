@@ -1,4 +1,4 @@
-"""Width, length and batch that are chosen for a model and a device."""
+"""Width and length that are chosen for a model and a device."""
 
 from __future__ import annotations
 
