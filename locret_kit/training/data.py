@@ -3,6 +3,7 @@
 The validation data of each source is set aside first. The rest is trained on.
 """
 
+import atexit
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ from contextlib import suppress
 from fractions import Fraction
 from hashlib import sha256
 from itertools import chain, count, islice
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -299,26 +301,26 @@ class Samples:
             drawn = f"{seed}:{data.sources.index(name)}"  # not its path, which differs from machine to machine
             made = cast(Made | None, parse_source(name))
             self.sources[name] = made.open(*given) if made else Records(name, data, tokenizer, drawn)
-        self.names = list(data.sources)
         kinds = {type(one) for one in self.sources.values()}
         for setting, others in (("texts", {Records, Code, SelfStudy}), ("lengths", {Records})):
             if kinds <= others and (value := getattr(data, setting)) != getattr(DataConfig(), setting):
                 print(f"warning: data.{setting}={value} has no effect on {data.sources=}", file=sys.stderr)
+        self.names = list(data.sources)
         self._places: list[tuple[str, int]] = []  # source of each index so far, and how many before it are from there
         self._given = dict.fromkeys(self.names, 0)
         self.held: list[Sample] = []
-        if data.val_samples:
         known = overlap.union([])
+        if data.val_samples:
             for name, wanted in divided(data.val_samples, self.names, self.weights).items():
                 if wanted:
                     samples, known = self.sources[name].hold(wanted, known)
                     self.held += samples
             for source in self.sources.values():
                 source.leave_out(known)
-        for source in self.sources.values():
-            source[0]  # what it needs is made now, before training
         self.held_hash = sha256(known.tobytes()).hexdigest()[:16]
         """Hash of the 13-grams that are set aside. Not of samples, into which a template may write the day."""
+        for source in self.sources.values():
+            source[0]  # what it needs is made now, before training
 
     def __getitem__(self, index: int) -> Sample:
         for i in range(len(self._places), index + 1):
@@ -351,6 +353,13 @@ def _leave_signals(worker: int) -> None:
     samples of the next one until then."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _end_workers() -> None:
+    """End the processes that prepare samples when this one exits: it would wait for them, which leave SIGTERM, forever."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises for one that is killed
+    for process in active_children():
+        process.kill()
 
 
 class Share(Dataset[Step]):
@@ -423,6 +432,8 @@ class SampleModule(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         share = Share(self.samples, self.done, rank, world, self.per_step, self.cfg.batch)
+        if self.cfg.num_workers:
+            atexit.register(_end_workers)
         return DataLoader(
             share, batch_size=None, sampler=count(), num_workers=self.cfg.num_workers, worker_init_fn=_leave_signals
         )

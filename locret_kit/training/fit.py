@@ -260,6 +260,9 @@ def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, saves: SaveEvery
         if trainer.interrupted:
             raise (TrainingStopped if stop.saved else KeyboardInterrupt) from ended
         raise
+    except ValueError as error:  # of a process that prepares samples: PyTorch puts its traceback before it
+        error.args = (str(error).rsplit("\nValueError: ", 1)[-1],)
+        raise
     trained = saves.trained if saves.ended else gather(trainer)  # it had ended before
     if trained is None:
         return None

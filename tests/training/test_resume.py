@@ -1,12 +1,14 @@
 """A training that is killed, interrupted or out of disk goes on, and follows the curve of one that was not."""
 
+import atexit
 import os
 import random
 import shlex
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing import active_children
 from pathlib import Path
 from select import select
 from types import SimpleNamespace
@@ -15,9 +17,11 @@ import pytest
 import torch
 from equal_runs import refused, same_run
 from forked import start, status_of
+from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit.cli.train import main
 from locret_kit.config.recipes import load_config
+from locret_kit.config.train_options import DataConfig
 from locret_kit.files import locked
 from locret_kit.training import SETTINGS as RECORDED
 from locret_kit.training import fit, flat, module
@@ -169,6 +173,23 @@ def test_a_signal_to_all_processes_leaves_those_that_prepare_samples(backbone, t
     assert status_of(start(train, tmp_path / "part.log")) == 130
     text = (tmp_path / "part.log").read_text()
     assert "stopped at step 2; state saved" in text and "Traceback" not in text
+
+
+def test_processes_that_prepare_samples_end_with_the_run(tmp_path, monkeypatch):
+    """An error may keep their loader alive, and Python waits at its exit for processes that it has sent SIGTERM."""
+    ends: list[Callable[[], None]] = []
+
+    def prepare() -> int:
+        data = DataConfig(max_tokens=512, val_samples=0, num_workers=1)
+        steps = iter(SampleModule(data, tiny_tokenizer(), seed=0).train_dataloader())
+        next(steps)
+        (process,) = active_children()
+        ends[-1]()
+        process.join(60)
+        return process.is_alive()
+
+    monkeypatch.setattr(atexit, "register", ends.append)
+    assert status_of(start(prepare, tmp_path / "log")) == 0, (tmp_path / "log").read_text()
 
 
 def test_a_signal_during_a_validation_lets_it_finish(backbone, whole, tmp_path, monkeypatch):

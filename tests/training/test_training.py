@@ -22,7 +22,7 @@ from locret_kit.samples.haystack import load_text
 from locret_kit.samples.records import to_messages
 from locret_kit.samples.synthetic import synthetic_sample
 from locret_kit.training import fit
-from locret_kit.training.data import Samples
+from locret_kit.training.data import Samples, Share
 from locret_kit.training.fit import read_curves
 from locret_kit.training.module import HeadTraining
 
@@ -288,3 +288,12 @@ def test_an_accelerator_that_is_not_there_is_one_line_before_the_backbone_is_loa
     for name in ("gpu", "cuda"):
         error = refused(capsys, *settings, f"trainer.accelerator={name}")
         assert f"trainer.accelerator={name}" in error and "choose another trainer.accelerator" in error
+
+
+def test_an_error_of_a_process_that_prepares_samples_is_its_own_line(backbone, tmp_path, monkeypatch, capsys):
+    def gone(self, number):
+        raise ValueError("data.sources: 'lab/streamed' is gone")
+
+    monkeypatch.setattr(Share, "__getitem__", gone)
+    more = [*SETTINGS, f"backbone.model={backbone}", f"out={tmp_path}", "data.num_workers=1"]
+    assert refused(capsys, *more) == "locret-train: data.sources: 'lab/streamed' is gone"
