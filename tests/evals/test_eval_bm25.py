@@ -1,5 +1,6 @@
 """bm25 as a policy of an evaluation."""
 
+import json
 import math
 import re
 from collections import Counter
@@ -62,3 +63,17 @@ def test_a_short_prompt_is_passages_in_order_and_the_question(task, chat):
     if example.text is not None:
         with pytest.raises(ValueError, match="budget=3 must be at least"):
             bm25.shortened(tokenizer, example, 3)
+
+
+@pytest.mark.parametrize("chat", ["always", "never"])
+def test_a_prompt_within_the_budget_is_read_whole(chat, tmp_path):
+    """Of a task that does not mark its text, also one of fewer tokens than the question may have."""
+    tokenizer, file = tiny_tokenizer(bos=True), tmp_path / "mine.jsonl"
+    asked = [{"document": "The ferry leaves at noon. " * n, "question": "When?", "answer": "Noon."} for n in (1, 2, 9)]
+    file.write_text("".join(json.dumps(record) + "\n" for record in asked))
+    (task,) = find_tasks([str(file)])
+    for sample in range(3):
+        example = Example(task, tokenizer, 1024, sample, chat=chat).made()
+        for budget in (len(example.ids), 400):
+            assert bm25.shortened(tokenizer, example, budget) == [*example.ids]
+    assert 0 < len(bm25.shortened(tokenizer, example, 2 + 30 * (chat == "always"))) <= 32

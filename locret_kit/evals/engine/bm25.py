@@ -27,8 +27,8 @@ PASSAGE = 64
 
 def shortened(tokenizer: PreTrainedTokenizerBase, example: Example, budget: int) -> list[int]:
     """Token ids of the prompt with its best passages only, at most ``budget``. If the task does not mark its text,
-    the last ``min(64, budget // 4)`` tokens are the question, and the text is the rest after the chat template's
-    beginning.
+    the last ``min(64, budget // 4)`` tokens, at least one, are the question, and the text is the rest after the chat
+    template's beginning.
 
     Raises:
         ValueError: a budget below the tokens around the text, or a tokenizer without offsets.
@@ -38,7 +38,8 @@ def shortened(tokenizer: PreTrainedTokenizerBase, example: Example, budget: int)
     ends = [end for _, end in offsets]
     if example.text is None:
         template = "" if example.special else render_prompt(tokenizer, "")[0]
-        first, asked = bisect_right(ends, len(template)), len(ids) - min(64, budget // 4)
+        first = bisect_right(ends, len(template))
+        asked = max(first, len(ids) - max(1, min(64, budget // 4)))
     else:
         start, stop = example.text
         first, asked = (bisect_right(ends, at) for at in (start, len(prompt[:stop].rstrip())))
