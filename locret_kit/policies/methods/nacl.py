@@ -125,8 +125,8 @@ def mean_over_heads(scores_BHS: Tensor, positions_BHS: Tensor, valid_BHS: Tensor
 
 
 def proxy_count(tokens: int | float, chunk: int) -> int:
-    """Number of the newest tokens that are proxies: at least one, at most the chunk."""
-    return max(1, base.resolve_count(tokens, chunk))
+    """Number of the newest tokens that are proxies, at least one. ``chunk``: tokens that a fraction is of."""
+    return max(1, base.wanted_count(tokens, chunk))
 
 
 register(
