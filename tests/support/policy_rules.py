@@ -199,7 +199,7 @@ def sinks(n: int) -> Callable[[OracleLayer], list[set[int]]]:
 
 
 def stabilizers(layer: OracleLayer) -> list[set[int]]:
-    return newest(lambda at: at.stabilizers)(layer)
+    return newest(lambda at: min(at.stabilizers, at.part))(layer)
 
 
 def deviation(row: Row) -> float:
@@ -381,8 +381,9 @@ def clusters(ratio: float = 0.25, iterations: int = 10) -> Callable[..., list[se
             going = [r for r in range(len(rows)) if r not in best[h]]
             points, groups = layer.keys(h)[going], min(wanted[h], len(going))
             centres = [points[i * len(going) // groups] for i in range(groups)]
-            for last in [False] * iterations + [True]:
-                members: list[list[int]] = [[] for _ in range(groups)]
+            members: list[list[int]] = []
+            for last in [False] * iterations + [True] if groups else ():
+                members = [[] for _ in range(groups)]
                 for i, point in enumerate(points):
                     far = sorted((float(((point - centre) ** 2).sum()), j) for j, centre in enumerate(centres))
                     layer.note_gap([x for x, _ in reversed(far)], groups - 1)
