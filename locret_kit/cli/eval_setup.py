@@ -153,6 +153,8 @@ def settings_of(
         ValueError: checkpoints differ in a setting that a policy without heads takes from them; names it.
     """
     given = replace(config.run, budget=variant.budget or None)
+    if not variant.budget:  # nothing is evicted, so bounds of a budget are none of its own
+        given = replace(given, stabilizers=None, local_len=None)
     scaled = {name: given.resolved(theirs, prompt_length) for name, theirs in (published or {"-": {}}).items()}
     settings = scaled.get(variant.heads, next(iter(scaled.values())))
     for name in PUBLISHED[1:] if variant.budget and variant.heads not in scaled else ():
