@@ -51,7 +51,8 @@ class Schedule:
                 raise ValueError(f"{name}={getattr(self, name)} must be below budget={self.budget}")
         if self.prompt_length is not None and self.prompt_length < 1:
             raise ValueError(f"prompt_length={self.prompt_length} must be at least 1")
-        if self.decode_every is not None and not 1 <= self.decode_every <= self.chunk:
+        # The chunk of the one-shot form is the prompt; buffers that are full sooner are cut sooner.
+        if self.decode_every is not None and not 1 <= self.decode_every <= (INT32_MAX if self.one_shot else self.chunk):
             raise ValueError(f"decode_every={self.decode_every} must be from 1 to chunk={self.chunk}")
         if self.decode_every is not None and self.prompt_length is None:
             raise ValueError(f"decode_every={self.decode_every} needs prompt_length: it counts from the prompt's end")

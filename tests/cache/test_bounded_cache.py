@@ -151,6 +151,8 @@ def test_settings_out_of_range_are_named():
     ]:
         with pytest.raises(ValueError, match=words):
             BoundedCache(policy="streaming", **settings_)
+    made = BoundedCache(8, "streaming", prompt_length=3, one_shot=True, decode_every=9)  # whose chunk is the prompt
+    assert made.schedule.decode_every == 9
     for both in (64, 0.5, RunSettings()):  # one of the two would be ignored
         with pytest.raises(ValueError, match="budget: given twice"):
             BoundedCache(both, "streaming", budget=8)
