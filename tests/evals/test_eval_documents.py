@@ -124,9 +124,10 @@ def test_summaries_and_likelihood_of_short_texts(tmp_path):
     write(tmp_path, "xsum", {"document": BOOK, "summary": "S"})
     write(tmp_path, "openwebtext", {"text": BOOK})
     assert example("xsum", tmp_path)[1].cut > 0
-    task, made = example("openwebtext", tmp_path)
-    assert task.kind == "nll" and made.prompt + made.continuation in BOOK
-    assert count_ids(tiny_tokenizer(), made.prompt, False) in range(508, 515)
+    for bos in (False, True):
+        task, made = example("openwebtext", tmp_path, tokenizer=tiny_tokenizer(bos=bos))
+        assert task.kind == "nll" and made.prompt + made.continuation in BOOK
+        assert count_ids(made.tokenizer, made.prompt, made.special) in range(508, 513)
     task, made = example("openwebtext_prefill", tmp_path)
     assert task.kind == "nll_prefill" and BOOK.startswith(made.prompt)
 

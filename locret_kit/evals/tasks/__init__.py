@@ -115,8 +115,7 @@ def perplexity_task(name: str, haystack: str, text: str) -> Task:
     half while it is read."""
 
     def make(request: Example) -> Example:
-        specials = count_ids(request.tokenizer, "a", True) - count_ids(request.tokenizer, "a", False)
-        room = request.length - specials
+        room = request.length - count_ids(request.tokenizer, "", True)
         behind = 0 if name == "perplexity_prefill" else CONTINUATION
         piece = _piece(request, haystack, text, room + behind)
         if not behind:

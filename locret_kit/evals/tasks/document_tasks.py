@@ -286,7 +286,7 @@ def _split_for_likelihood(entry: TaskEntry, text: str, request: Example) -> Exam
     """The first ``length`` tokens (at most all but the continuation's) as prompt, and the next as continuation."""
     offsets = encode(request.tokenizer, text)[1]
     behind = min(entry.max_new_tokens, max(1, len(offsets) // 4))
-    before = min(request.length, len(offsets) - behind)
+    before = min(request.length - count_ids(request.tokenizer, "", True), len(offsets) - behind)
     if before < 1:
         raise ValueError(f"task={entry.name}, sample={request.sample}: the text has {len(offsets)} tokens")
     at, end = offsets[before][0], offsets[min(before + behind, len(offsets)) - 1][1]
