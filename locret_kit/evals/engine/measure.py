@@ -263,8 +263,11 @@ def _score_likelihood(setup: Setup, example: Example, cache: BoundedCache) -> tu
         answer = forced.answer(setup, ids, cache)
         nll, tokens = forced.scores()["nll"], forced.tokens
     else:
-        tokens = len(ids) - len(ids) // 2
-        nll, answer = nll_reading(setup, cache, ids, len(ids) // 2)
+        skip = len(ids) // 2
+        if not skip:
+            raise ValueError("a prompt of one token has no token whose likelihood is known")
+        tokens = len(ids) - skip
+        nll, answer = nll_reading(setup, cache, ids, skip)
     return {"score": nll, "metric": kind, "scores": {kind: nll}, "new_tokens": tokens}, answer
 
 
