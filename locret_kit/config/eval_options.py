@@ -77,8 +77,8 @@ class EvalConfig(RunSettings, Machine):
     max_thought_tokens: Annotated[int, Ge(0)] = 2048
     """Maximum number of thinking tokens, which are not scored. Then the chat template's end mark is inserted."""
     keep: Annotated[int, Ge(0)] = 0
-    """Store the kept slots after the prompt in ``out/kept``, for the first n examples of each task. A rerun keeps
-    finished rows, so a larger n needs another ``out``."""
+    """Store the kept slots after the prompt in ``out/kept``, for the first n examples of each task with
+    written answers. A rerun keeps finished rows, so a larger n needs another ``out``."""
     share_prefix: bool = True
     """Read the shared prefix of prompts once. Scores are the same; turn it off to time every prompt alone."""
 
