@@ -67,6 +67,14 @@ def test_any_length_and_sample_of_a_needle(length, sample, haystack):
     assert get_metric(task.metric)(f" {made.answer[0]}.", made.answer, {}) == {"recall": 1.0}
 
 
+def test_a_question_through_the_template_is_no_longer_than_asked():
+    """Of any length, also where a letter after a blank is no token, as of characters."""
+    (task,) = find_tasks(["passkey"])
+    for length in range(250, 266):
+        made = task.make(Example(task, tiny_tokenizer(), length, 0, chat="always", ending="open"))
+        assert 0.99 * length - 1 <= count_ids(tiny_tokenizer(), made.prompt, made.special) <= length
+
+
 def test_special_tokens_count():
     (task,) = find_tasks(["passkey"], haystacks=["pydoc"])
     bos = tiny_tokenizer(bos=True)

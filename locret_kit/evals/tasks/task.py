@@ -166,8 +166,8 @@ def needle_task(name: str, words: str, haystack: str, text: str | None) -> Task:
 
     def make(request: Example) -> Example:
         chat = request.wants_chat(False)
-        added = count_ids(request.tokenizer, *wrap(request, "a", "b", chat=chat))
-        overhead = added - count_ids(request.tokenizer, "a b", False)  # of the template, or of the special tokens
+        added = count_ids(request.tokenizer, *wrap(request, "a", chat=chat))
+        overhead = added - count_ids(request.tokenizer, "a", False)  # of the template, or of the special tokens
         room, depth = request.length - overhead, asked_depth(name, request.sample)
         seed = f"{haystack}:{request.length}:{request.sample}:{request.seed}"
         try:
