@@ -23,7 +23,7 @@ from .decoder_modules import DecoderStack, decoder_of
 from .libraries import ASKED_FOR_STATES, holds_states, layer_kinds
 from .recording import TOKENS, IndexedCache, Reading, RecordedCall, RecordedRun, close, observed, same, window_of
 from .rotations import rotations_of
-from .shortcuts import reads_pieces, with_shortcuts
+from .shortcuts import keeps_apart, reads_pieces, with_shortcuts
 from .spec import AttentionLayer, BackboneSpec, StateSize, UnsupportedArchitecture, activation_of, spec_of, text_config
 from .states import States
 from .wrapped import unwrapped
@@ -152,7 +152,7 @@ def _description(decoder: DecoderStack, config: PreTrainedConfig) -> DecoderAtte
     sizes = _state_sizes(reading.first)
     # Layers of which neither attention nor a state was seen: an MLP alone, or modules that keep a state themselves.
     seen = {*(str(layer.index) for layer in spec.layers), *(size.name.split(".")[1] for size in sizes)}
-    if len(seen) < config.num_hidden_layers and not reads_pieces(reading, apart=True):
+    if len(seen) < config.num_hidden_layers and not (keeps_apart(reading) and reads_pieces(reading)):
         raise UnsupportedArchitecture("its modules keep the state of a text, which no cache holds")
     if spec.states:
         return replace(found, spec=replace(spec, state_sizes=sizes), in_pieces=reads_pieces(reading))

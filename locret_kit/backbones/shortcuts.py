@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from .decoder_attention import DecoderAttention, unrotate
 from .decoder_modules import DecoderStack
@@ -43,7 +44,7 @@ def with_shortcuts(reading: Reading, found: DecoderAttention) -> DecoderAttentio
     fused = run(fuse) if skips else None
     fuses = _is_alike(fused, unturned)
     projects = fuses and fused is not None and _are_products(fused)
-    scales = fuses and not _is_alike(run(unrotate, in_halves=True, first_place=FARTHEST), unturned)
+    scales = answers and not _is_alike(run(unrotate, in_halves=True, first_place=FARTHEST), unturned)
     found = replace(found, answers_in_halves=answers, skips_rotation=skips, fuses_layers=fuses)
     return replace(found, projects=projects and not scales, scales_queries=scales)
 
@@ -87,11 +88,20 @@ def _is_unturned(run: RecordedRun | None, reading: Reading, found: DecoderAttent
     return close(run.hidden, reading.first.hidden, 2)
 
 
-def reads_pieces(reading: Reading, *, apart: bool = False) -> bool:
-    """Whether ids [1, T] can be read in two pieces; with ``apart``, with a piece of another text between them. The hidden states
-    must equal those of the first run."""
+def reads_pieces(reading: Reading) -> bool:
+    """Whether ids [1, T] can be read in two pieces: the hidden states must equal those of the first run."""
+    return close(_in_pieces(reading), reading.first.hidden, 2)
+
+
+def keeps_apart(reading: Reading) -> bool:
+    """Whether a piece of another text between two pieces changes nothing: nearly, since some cards add in any order."""
+    return close(_in_pieces(reading, between=True), _in_pieces(reading), 0.1)
+
+
+def _in_pieces(reading: Reading, *, between: bool = False) -> Tensor:
+    """Hidden states [1, T, C] of ids [1, T] that are read in two pieces, with a piece of another text ``between`` them."""
     begun, rest_1T = reading.run(reading.ids_1T[:, :5]), reading.ids_1T[:, 5:]
-    if apart:
+    if between:
         reading.run(rest_1T.flip(1))
     ended = reading.run(rest_1T, cache=begun.cache)
-    return close(torch.cat((begun.hidden, ended.hidden), 1), reading.first.hidden, 2)
+    return torch.cat((begun.hidden, ended.hidden), 1)

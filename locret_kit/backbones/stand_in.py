@@ -18,7 +18,7 @@ from .identity import stored_weights
 from .load import load_config, resolve_model
 from .probe import assumed
 from .recording import close
-from .rotations import rotation_between
+from .rotations import fits, rotation_between
 from .spec import AttentionLayer, UnsupportedArchitecture, spec_of
 from .undo import Undo
 
@@ -145,5 +145,5 @@ class StandIn(nn.Module, Described):
 
 
 def _turns(a: Tensor, b: Tensor) -> bool:
-    """Whether vectors ``[..., D]`` of one shape keep their lengths but not their directions."""
-    return close(a.norm(dim=-1), b.norm(dim=-1)) and not close(a, b)
+    """Whether vectors ``[T, heads, D]`` of one shape keep their lengths but not their directions."""
+    return close(a.norm(dim=-1), b.norm(dim=-1)) and not fits(a.transpose(0, 1), b.transpose(0, 1))

@@ -82,3 +82,22 @@ def test_attention_that_goes_elsewhere_is_an_error():
                 model(input_ids=ids, **{CACHE: BoundedCache(40, "streaming")}, use_cache=True)
         finally:
             del attention.forward
+
+
+def test_a_rotation_is_found_beside_channels_that_are_far_larger():
+    """Biases of trained models are hundreds. Half precision rounds what they are by more than all else is."""
+    model = tiny_model("qwen2", rms_norm_eps=5e-6).bfloat16()
+    for layer in model.model.layers:
+        for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            linear.bias.view(-1, 8)[:, 3] = 500.0  # the slowest of the channels that turn
+    assert describe(model).rotations == describe(tiny_model("qwen2", rms_norm_eps=6e-6)).rotations
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_hides_nothing(dtype, monkeypatch):
+    """A rotation within the attention itself, and states in modules, that no cache holds."""
+    monkeypatch.setattr(probe, "_KNOWN", {})
+    turns, keeps = (tiny_decoder(*rows(Sizes())[name]).to(dtype) for name in ("gptj", "recurrent_gemma"))
+    assert "rotates queries and keys in a way that the kit does not know" in describe(turns).unknown_rotation
+    with pytest.raises(UnsupportedArchitecture, match="its modules keep the state of a text"):
+        describe(keeps)
