@@ -126,7 +126,7 @@ class DecoderAttention:
     projects: bool = field(default=False, compare=False)
     """Whether queries, keys and values of such layers, before the rotation, are products of the layer's normed input."""
     scales_queries: bool = field(default=False, compare=False)
-    """Whether queries of such layers are scaled by their positions, besides the rotation (Ministral 3)."""
+    """Whether queries are scaled by their positions, besides the rotation (Ministral 3)."""
 
     @property
     def unlike_llama(self) -> str | None:

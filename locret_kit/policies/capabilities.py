@@ -36,7 +36,7 @@ def traits(subject: Subject) -> Iterator[tuple[str, object]]:
         return
     capped, uneven = not all(call.plain for call in description.calls), not description.spec.is_uniform
     yield from {"unlike": description.unlike_llama, "states": not description.packs_texts}.items()
-    yield from {"capped": capped, "uneven": uneven}.items()
+    yield from {"capped": capped, "uneven": uneven, "scaled": description.scales_queries}.items()
     # One at most attends to chosen blocks: a policy with both is refused when it is made.
     blocks = next((name for name in ("recall", "sparse") if getattr(policy, name) is not None), None)
     yield from {"blocks capped": capped and blocks, "blocks shared": description.spec.shared and blocks}.items()
@@ -51,6 +51,7 @@ _POOL = "pool.policy={policy} must evict, keep as many slots in every head, and 
 CANNOT: Mapping[str, Mapping[str, str]] = {
     "graph": {
         "unlike": "the backbone is not of the form that graphs take: {value}",
+        "scaled": "queries of the backbone are scaled by their positions",
         "codes": "kv_bits={bits}: rows are quantised when the host says",
         "ragged": "policy={policy!r} has heads of different lengths, which the host lays out",
         "grows": "policy={policy!r} has buffers that grow",

@@ -10,6 +10,7 @@ import torch
 from decoder_runs import alike
 from policy_runs import EVICTING, backbone, by_kind, make, tokens
 from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)
+from tiny_models import tiny_model
 
 from locret_kit import attach
 from locret_kit.policies.grammar import parse_policy
@@ -88,3 +89,16 @@ def test_a_prompt_that_shares_forwards_is_read_plainly():
         answers.append([one.tokens for one in asked])
         assert made is None or (len(made) == 1 and made[0].replays >= 5)
     assert answers[0] == answers[1] and list(map(len, answers[0])) == [5, 5]
+
+
+def test_queries_that_are_scaled_by_their_positions(monkeypatch):
+    """A graph would scale those of every chunk as those of the one that was recorded."""
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "llama_4_scaling_beta": 0.5,
+        "original_max_position_embeddings": 32,
+    }
+    model = tiny_model("ministral3", sliding_window=None, rope_parameters=rope).double()
+    monkeypatch.setitem(globals(), "backbone", lambda family: model)
+    assert same("h2o", "ministral3").reason == "queries of the backbone are scaled by their positions"
