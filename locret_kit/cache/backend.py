@@ -161,6 +161,8 @@ class TritonBackend(Backend):
         by_head: bool,
     ) -> Counted:  # fmt: skip
         (_, Q, T, D), (H, S) = q_BQTD.shape, k_BHSD.shape[1:3]
+        if v_BHSD.shape[3] != D:  # latent attention, which FlashAttention does not take
+            return super()._attend(q_BQTD, k_BHSD, v_BHSD, scaling, window, want, by_head)
         sizes, chosen = (q_BQTD.device, q_BQTD.dtype, D), None
         if want or (window is None and 1 < T < S):
             steady = steady_attention(*sizes, (Q, H), self.steady) if self.steady == (T, S) else None

@@ -101,6 +101,7 @@ def attend_newest(ctx: Context, rows: BoundedLayer, q: Tensor, fixed: StaticStep
         return attend_varlen(ctx, rows, rows.varlen().newest(rows.window), q, rows.seen)
     narrows = any(stage.narrows(rows, q.shape[2]) for stage in ctx.stages)
     plain = not rows.statistics and not narrows and not masked and rows.softmax.is_plain
+    plain = plain and rows.codec.value_size == rows.codec.key_size
     sizes = rows.layout.device, rows.dtype, rows.codec.key_size
     if plain and isinstance(rows.layout, RaggedRows) and ctx.backend.attends_ragged(*sizes):
         return _attend_ragged(ctx, rows, rows.layout, q)

@@ -43,6 +43,16 @@ def test_attention(backend, shape, window):
     assert statistics == []
 
 
+@pytest.mark.parametrize("want", [frozenset(), frozenset({"sum"})])
+def test_values_of_another_size(backend, want, monkeypatch):
+    """Those of latent attention, which FlashAttention does not take."""
+    flash = lambda *given: pytest.fail("FlashAttention")  # noqa: E731
+    monkeypatch.setattr(backends, "chunk_attention", lambda *sizes: ("flash", flash))
+    q, k, v = drawn(4, 4, 5, 23, 64)
+    out, _ = backend.attend(q, k, v[..., :32], Softmax(SCALING), want=want)
+    close(out, attention(q, k, v[..., :32], SCALING))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("by_head", [False, True])
 def test_statistics(backend, shape, by_head, monkeypatch):
