@@ -44,9 +44,10 @@ class Rotation:
         kind = self.buffer.removesuffix("inv_freq").removesuffix("_")
         rope_type = getattr(module, "rope_type", "default")
         rope_type = rope_type.get(kind) if isinstance(rope_type, dict) else rope_type
-        if rope_type in ("longrope", "dynamic"):
+        own = getattr(module, "config", config)
+        # Hunyuan's alpha is fixed, and older releases of transformers call that dynamic.
+        if rope_type in ("longrope", "dynamic") and not (own.rope_parameters or {}).get("alpha"):
             of_type = {"layer_type": kind} if kind else {}
-            own = getattr(module, "config", config)
             inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](own, inv_freq.device, seq_len=span, **of_type)
         inv_freq = -inv_freq if self.reversed else inv_freq
         if self.norms is None:

@@ -11,6 +11,7 @@ from tiny_decoders.simulation import Plan
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache
+from locret_kit.backbones.probe import describe
 
 ORIGINAL, CONTEXT = 64, 256
 """Tokens of the original training, and those that the scaling is for."""
@@ -80,3 +81,12 @@ def test_scalings_differ():
         if rope["rope_type"] != "default":
             rates, factor = frequencies({"rope_theta": 10000.0, **rope}, 8, ORIGINAL, 160)
             assert len(rates) != len(plain) or np.abs(rates - plain).max() > 1e-3 or factor != 1.0, name
+
+
+def test_a_fixed_stretch_that_is_called_dynamic():
+    """Hunyuan's, as older releases of transformers name it: frequencies are the model's own at any length."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 1000.0}
+    rotary = (model := tiny_model("hunyuan_v1_dense", head_dim=8, rope_parameters=rope)).model.rotary_emb
+    rotary.rope_type = "dynamic"
+    for one in describe(model).ropes(model, 100):
+        assert torch.equal(one.inv_freq, rotary.inv_freq)
