@@ -7,11 +7,16 @@ import pytest
 import torch
 from interpreted import common  # noqa: F401  (before anything else imports the kernels)
 from kernel_runs import model, run  # noqa: F401  (a fixture)
+from tiny_decoders.needed import Sizes
+from tiny_decoders.rows import rows
+from tiny_decoders.shrink import tiny_decoder
 
+from locret_kit import BoundedCache, attach
 from locret_kit.backbones.handlers import Softmax
 from locret_kit.cache import attend, backend
 from locret_kit.cache.attend import attend_heads, attend_rows, varlen_operator
 from locret_kit.cache.backend import BACKENDS
+from locret_kit.runtime.session import prefill
 
 CUDA, META = torch.device("cuda"), torch.device("meta")
 
@@ -59,6 +64,18 @@ def test_heads_of_different_lengths(model, operator, positions, monkeypatch):
     theirs, expected = run(model, policy, None, "reference", positions)
     torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
     assert all(torch.equal(a, b) for a, b in zip(kept, expected, strict=True))
+
+
+def test_values_of_another_size_are_a_call_for_each_head(operator, monkeypatch):
+    """Those of latent attention, which the operator does not take."""
+    latent = tiny_decoder(*rows(Sizes())["deepseek_v3"])
+    monkeypatch.setattr(backend.Backend, "attends_ragged", lambda *given: True)
+    cache = BoundedCache(
+        12, "ada-snapkv(6,3)", chunk=8, stabilizers=0, prompt_length=30, local_len=3, backend="reference"
+    )
+    with attach(latent):
+        prefill(latent, list(range(2, 32)), cache)
+    assert not operator and cache.counters.evictions
 
 
 @pytest.mark.parametrize(("Q", "T", "lengths"), [(8, 3, (3, 9, 5, 4)), (3, 1, (7,)), (2, 4, (4, 6))])
