@@ -21,8 +21,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .decoder_attention import AttentionCall, DecoderAttention, Described, Rotation, frequencies_of, rotaries_of
 from .decoder_modules import DecoderStack, decoder_of
 from .libraries import ASKED_FOR_STATES, holds_states, layer_kinds
-from .recording import TOKENS, IndexedCache, Reading, RecordedCall, RecordedRun, close, observed, same, window_of
-from .rotations import rotations_of
+from .recording import TOKENS, IndexedCache, Reading, RecordedCall, RecordedRun, observed, same, window_of
+from .rotations import fits, rotations_of
 from .shortcuts import keeps_apart, reads_pieces, with_shortcuts
 from .spec import AttentionLayer, BackboneSpec, StateSize, UnsupportedArchitecture, activation_of, spec_of, text_config
 from .states import States
@@ -170,9 +170,9 @@ def _takes_positions(reading: Reading) -> bool:
         return False
     at_1T = torch.arange(TOKENS, device=reading.ids_1T.device)[None]
     hidden, moved = (reading.again(position_ids=at).hidden for at in (at_1T, at_1T.flip(1)))
-    if not close(hidden, reading.first.hidden, 2):
+    if not fits(hidden, reading.first.hidden):
         raise UnsupportedArchitecture("it counts the positions of a text otherwise than from 0")
-    return not close(moved, hidden)
+    return not fits(moved, hidden)
 
 
 def _layers(reading: Reading) -> tuple[BackboneSpec, tuple[AttentionCall, ...]]:

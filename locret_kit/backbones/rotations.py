@@ -71,7 +71,7 @@ def rotation_between(
 
 
 def fits(a: Tensor, b: Tensor, turned: int = 0) -> bool:
-    """Whether queries or keys ``[..., T, D]`` are equal up to rounding. Their first ``turned`` channels are rotated, as halves.
+    """Whether queries, keys or states ``[..., T, D]``, whose first ``turned`` channels turn as halves, are equal up to rounding.
 
     Each number is compared with the largest of the channels that turn together: in trained models others may be far larger.
     """

@@ -84,13 +84,17 @@ def test_attention_that_goes_elsewhere_is_an_error():
             del attention.forward
 
 
-def test_a_rotation_is_found_beside_channels_that_are_far_larger():
+def test_positions_are_found_beside_channels_that_are_far_larger(monkeypatch):
     """Biases of trained models are hundreds. Half precision rounds what they are by more than all else is."""
+    monkeypatch.setattr(probe, "_KNOWN", {})
     model = tiny_model("qwen2", rms_norm_eps=5e-6).bfloat16()
     for layer in model.model.layers:
         for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj):
             linear.bias.view(-1, 8)[:, 3] = 500.0  # the slowest of the channels that turn
     assert describe(model).rotations == describe(tiny_model("qwen2", rms_norm_eps=6e-6)).rotations
+    learned = tiny_decoder(*rows(Sizes())["gpt2"]).bfloat16()
+    learned.transformer.ln_f.bias[0] = 500.0
+    assert describe(learned).takes_positions
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
