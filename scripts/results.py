@@ -149,7 +149,7 @@ def _one_place(rows: Sequence[Row], place: Place) -> str:
         slots = f"{device_rows(cell.policy, cell.budget):,}" if cell.budget else "all"
         label = f"`{cell.policy}`" + (", the paper's recipe" if cell.heads == PAPER else "")
         label += ", evicts once, after the question" if own[0].one_shot else ""
-        when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "-"
+        when = "/".join(dict.fromkeys((days[0], days[-1]))) if days else "-"
         lines.append([slots, label, str(cell.n), _figure(cell), f"{when}, {cell.dtype.replace('+', ' and ')}"])
     table = Table(["slots", "policy", "n", "score", "measured"], lines).markdown()
     shown = {(cell.policy, cell.heads, cell.budget) for cell, _ in cells}
