@@ -79,3 +79,9 @@ def test_a_prompt_that_is_all_tail_is_an_error_of_its_row(backbone, tmp_path):
     more = {"tasks": "[perplexity]", "lengths": "[40]", "local_len": 44, "budgets": "[64]", "policies": "[kvzip]"}
     assert main(words(backbone, out, **more)) == 1
     assert [row.error for row in read_rows(out)] == ["ValueError: the prompt's 40 tokens must be above local_len=44"]
+
+
+def test_full_attention_has_no_bounds_of_a_budget(backbone, tmp_path):
+    """More stabilizers than slots by default: the budgets of the run have room for them."""
+    more = {"tasks": "[perplexity_prefill]", "policies": "[full,streaming]", "budgets": "[1200]", "stabilizers": 1100}
+    assert main(words(backbone, tmp_path / "run", **more)) == 0

@@ -219,13 +219,10 @@ def test_a_text_that_is_cut_is_told_once(heads, tmp_path, capsys):
         assert len(said) == told and all(name == "mine.jsonl" and int(cut) > 100 for name, cut in said)
 
 
-@pytest.mark.parametrize(
-    ("task", "length", "said"),
-    [
-        ("reconstruction", 200, "length=200 is too short for a quotation"),
-        ("perplexity_prefill", 1, "a prompt of one token has no token whose likelihood is known"),
-    ],
-)
+@pytest.mark.parametrize(("task", "length", "said"), [
+    ("reconstruction", 200, "length=200 is too short for a quotation"),
+    ("perplexity_prefill", 1, "a prompt of one token has no token whose likelihood is known"),
+])  # fmt: skip
 def test_a_prompt_that_is_too_short_is_an_error_of_every_policy(heads, tmp_path, task, length, said):
     out = tmp_path / "run"
     assert main(words(heads, out, tasks=f"[{task}]", lengths=f"[{length}]", samples=1)) == 1
@@ -428,13 +425,6 @@ def test_settings_are_those_of_each_heads(heads, tmp_path, capsys):
     capsys.readouterr()
     assert main(words(heads, out, policies="[h2o]", **few)) == 1
     assert "policy=h2o: the checkpoints have chunk=16 and 32: give chunk=..." in capsys.readouterr().err
-
-
-def test_full_attention_has_no_bounds_of_a_budget(heads, tmp_path):
-    """More stabilizers than the heads were published with slots: the budgets of the run have room for them."""
-    more = {"tasks": "[perplexity_prefill]", "policies": "[full,locret]", "samples": 1, "stabilizers": 80, "local_len": 70}
-    published = RetainingHeads.from_pretrained(heads).config.inference
-    assert published["budget"] < 80 and main(words(heads, tmp_path / "run", budgets="[100]", **more)) == 0
 
 
 def test_settings_are_remembered_before_a_backbone_is_loaded(heads, finished, tmp_path, monkeypatch, capsys):
