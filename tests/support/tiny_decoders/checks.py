@@ -388,12 +388,12 @@ class Subject:
 
     def batch(self) -> None:
         """Two texts of different length in one batch get the tokens of each alone."""
-        texts = [self.ids, self.ids[::-1][:-40]]
+        texts, best = [self.ids, self.ids[::-1][:-40]], self.best  # found before the model is attached
 
         def tokens(prompts: list[list[int]]) -> list[list[int]]:
             batch = Engine(self.model, frozenset())
             running = [
-                batch.add(Request(ids, NEW), lambda ids=ids: self.cache(*self.best, prompt=len(ids))) for ids in prompts
+                batch.add(Request(ids, NEW), lambda ids=ids: self.cache(*best, prompt=len(ids))) for ids in prompts
             ]  # fmt: skip
             while batch.running:
                 batch.step()
