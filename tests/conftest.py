@@ -44,8 +44,8 @@ GRIDS = (
     "test_ragged_decode", "test_changed_weights", "test_turns", "test_wrapped_models", "test_dense_step", "test_reading",
     "test_row_products", "test_kernels_enter", "test_masks", "test_positions", "test_pages",
 )  # fmt: skip
-"""Files of whose tests ``GRID`` sets of parameters run, and as many more as have a value of their own; of each implementation
-by itself, and of a policy one. With ``--all`` every one, and more examples of hypothesis."""
+"""Files of whose tests as few sets of parameters run as have every value, ``GRID`` at least; of each implementation by itself,
+and of a policy one. With ``--all`` every one, and more examples of hypothesis."""
 GRID = 3
 LONGEST = (
     "test_readme_pasted", "test_default_types", "test_golden", "test_dense_step", "test_architectures", "test_on_card",
@@ -129,14 +129,18 @@ def one_size(items):
 
 
 def with_every_value(found):
-    """``GRID`` by lot, and of the others those with a value of a parameter that none before them has."""
-    chosen, known = by_lot(found, GRID), set()
-    for item in by_lot(found, len(found)):
-        values = {(name, repr(value)) for name, value in params_of(item).items()}
-        if item not in chosen and not values <= known:
-            chosen.append(item)
-        known |= values
-    return chosen
+    """As few as have every value of every parameter, and ``GRID`` at least."""
+    left, chosen = by_lot(found, len(found)), []
+    missing = set().union(*map(values_of, left))
+    while missing:
+        chosen.append(max(left, key=lambda item: len(values_of(item) & missing)))
+        left.remove(chosen[-1])
+        missing -= values_of(chosen[-1])
+    return chosen + left[: max(0, GRID - len(chosen))]
+
+
+def values_of(item):
+    return {(name, repr(value)) for name, value in params_of(item).items()}
 
 
 def params_of(item):
