@@ -11,8 +11,10 @@ GOLDEN = json.loads(FILE.read_text())
 
 
 def case(policy, mode):
-    """Kinds of policies run in every mode, the others alone and in one mode more; with ``--all`` in every one."""
-    left = policy not in (*KINDS, *APART) and mode not in ("alone", one_of([*MODES][1:], policy))
+    """Kinds of policies run alone and in every second mode, the others in one mode more; with ``--all`` in every one."""
+    modes = [*MODES][1:]
+    turn = modes.index(one_of(modes, policy))
+    left = mode != "alone" and (modes.index(mode) - turn) % (2 if policy in (*KINDS, *APART) else len(modes)) != 0
     return pytest.param(policy, mode, marks=[pytest.mark.left] * left)
 
 
