@@ -16,9 +16,11 @@ from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.session import prefill
 
 FACTORS, HALF = [1.0 + n / 16 for n in range(16)], {"partial_rotary_factor": 0.5}
+ONE_LAYER = pytest.mark.parametrize("model", [1], indirect=True)
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
+@ONE_LAYER
 @pytest.mark.parametrize(
     ("policy", "bits", "flat", "positions"),
     [
@@ -36,7 +38,7 @@ def test_backends_agree(model, policy, bits, flat, positions):
     calls = [call.args for call in used.call_args_list if call.args[0] != "rotate_rows"]
     # With kernels one token reads rows of every kind as they lie.
     names = ("triton", "reference")[: 1 + flat]
-    assert calls == [("ragged_decode", name) for name in names for _ in range(2 * DECODED)]
+    assert calls == [("ragged_decode", name) for name in names for _ in range(DECODED)]
     torch.testing.assert_close(mine[0], theirs[0], rtol=1e-3, atol=1e-3)
     assert all(torch.equal(a, b) for a, b in zip(mine[1], theirs[1], strict=True))
 
@@ -46,7 +48,7 @@ def test_frequencies_of_longrope_and_a_part_of_the_columns():
     found = []
     for backend in ("triton", "reference"):
         longrope = tiny_model(
-            "phi3-longrope", hidden_size=128, head_dim=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+            "phi3-longrope", hidden_size=128, head_dim=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
             rope_parameters=LONGROPE["rope_parameters"] | dict.fromkeys(("short_factor", "long_factor"), FACTORS) | HALF,
         )  # fmt: skip
         found.append(run(longrope, "h2o", None, backend)[0])
@@ -72,6 +74,7 @@ def test_fixed_shapes(model, policy, positions):
     assert all(torch.equal(a, b) for a, b in zip(own, others, strict=True))
 
 
+@ONE_LAYER
 @pytest.mark.parametrize(
     ("policy", "bits"), [("locret", None), ("merge-locret", None), ("ada-locret", None), ("locret", 8), ("locret", 4)]
 )
