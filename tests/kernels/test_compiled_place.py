@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from forked import start, status_of
 
 from locret_kernels import cpp
 
@@ -140,6 +141,19 @@ def test_links_above_it_are_followed_once(built, kept, tmp_path, caplog):
     (tmp_path / "disk").mkdir()
     (tmp_path / "home").symlink_to(tmp_path / "disk")
     assert built() == 42 and cpp.folder() == tmp_path / "disk" / "cache" / "locret_kit" and caplog.messages == SAID
+
+
+def test_processes_that_start_together_compile_once(built, tmp_path, monkeypatch):
+    real, log = cpp._compile, tmp_path / "log"
+
+    def compiles(*given) -> None:
+        with log.open("a") as file:
+            file.write("compiled\n")
+        real(*given)
+
+    monkeypatch.setattr(cpp, "_compile", compiles)
+    children = [start(lambda: built() - 42, tmp_path / "output") for _ in range(3)]
+    assert [status_of(child) for child in children] == [0] * 3 and log.read_text() == "compiled\n"
 
 
 FILES = {

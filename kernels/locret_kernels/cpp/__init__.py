@@ -19,6 +19,8 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -240,7 +242,9 @@ def load(source: Path, *options: str) -> Library:
         library = folder() / f"{source.parent.name}-{made.hexdigest()[:24]}.so"
         if not is_ours(library):
             announce()
-            _compile(compiler, source, options, library)
+            with _alone(library.parent):
+                if not is_ours(library):  # by another process, meanwhile
+                    _compile(compiler, source, options, library)
         loaded = ctypes.CDLL(str(library))
     except OSError as error:
         raise Unavailable(str(error)) from error
@@ -280,6 +284,22 @@ def _machine(compiler: tuple[str, ...]) -> str:
     lines = known.read_text("utf-8", errors="replace").splitlines() if known.exists() else []
     own = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
     return "\n".join([version, *(own or [platform.machine()])])
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """A block for one process at a time, where the file system has locks: those that start together compile a source once."""
+    import fcntl  # not on Windows
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)  # a forked process has the handle too
+        os.close(handle)
 
 
 def _compile(compiler: tuple[str, ...], source: Path, options: tuple[str, ...], library: Path) -> None:
