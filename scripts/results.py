@@ -46,8 +46,7 @@ FACTS = (
 )  # fmt: skip
 """Tables of docs/results/facts.md: task, text, tokens, rows on the device."""
 QUESTIONS = (
-    ("agreement:leval.quality", "-", 2048, (256, 512)), ("questions", "later", 4096, (256, 512)),
-    ("perplexity", "later", 2048, (256, 512)),
+    ("agreement:leval.quality", "-", 2048, (256, 512)), ("perplexity", "later", 2048, (256, 512)),
     ("agreement:fidelity.continue", "later", 2048, (256, 512)),
 )  # fmt: skip
 """Tables of docs/results/questions.md."""
@@ -58,7 +57,8 @@ THIRD = "qwen2.5-coder-1.5b-locret"
 CODER = (
     ("code.jsonl", "-", 4096, (512,)), ("code-8k.jsonl", "-", 8448, (1024,)), ("code-16k.jsonl", "-", 16640, (2048,)),
     ("held.jsonl", "-", 4096, (512,)), ("keys-16k.jsonl", "-", 16640, (2048, 1024)),
-    ("keys-32k.jsonl", "-", 32640, (4096,)), ("leval.tpo", "-", 8192, (512,)),
+    ("keys-32k.jsonl", "-", 32640, (4096,)), ("ruler.niah_multiquery", "jargon", 4096, (128, 256, 512)),
+    ("leval.tpo", "-", 8192, (512,)),
 )  # fmt: skip
 """Tables of that backbone in docs/results/facts.md."""
 TITLES = {
@@ -73,7 +73,6 @@ TITLES = {
     "leval.tpo": "L-Eval's multiple choice about four lectures of 4K tokens, read whole",
     "paraphrase": "A price of five digits, asked for in words that the text does not have",
     "agreement:leval.quality": "L-Eval's questions about stories: share of full attention's tokens that are chosen too",
-    "questions": "Four questions about one document, asked of one cache",
     "perplexity": "The next words of a text: nats per token, lower is better",
     "agreement:fidelity.continue": "The next words of a text: share of full attention's tokens",
 }  # fmt: skip

@@ -62,6 +62,11 @@ def coder(column: str, prompt: str = "16,384") -> str:
     return f"{float(value):g}"
 
 
+def numbers(budget: int, policy: str) -> str:
+    """Numbers that the 1.5B finds, of four in each of eight texts."""
+    return f"{4 * sum(scores('ruler.niah_multiquery', 'jargon', 4096, budget, policy, CODER)):.0f}"
+
+
 def card(model: str) -> str:
     """Prefill against full attention on a card, in the newest run."""
     with (ROOT / "kernels" / "benchmarks" / "results" / "nvidia-h200.csv").open(newline="", encoding="utf-8") as file:
@@ -120,6 +125,9 @@ FIGURES: dict[str, dict[str, Callable[[], str]]] = {
         "trial heads finds [{}]": lambda: right(*LONG_CODER, 1024, "locret", CODER),
         "it finds [{}](facts.md#keys-32k": lambda: right("keys-32k.jsonl", "-", 32640, 4096, "locret", CODER),
         "and with full attention {}.": lambda: str(int(sum(scores("keys-32k.jsonl", "-", 32640, 0, "full", CODER)))),
+        "they find all {} with": lambda: numbers(256, "locret"),
+        "all {} with a sixteenth, as full": lambda: numbers(0, "full"),
+        "`compactor` finds {} with an eighth": lambda: numbers(512, "compactor"),
         "these heads answer [{}]": lambda: right("code.jsonl", "-", 4096, 512, "locret", CODER),
         "In 8K {} are": lambda: right("code-8k.jsonl", "-", 8448, 1024, "locret", CODER),
         "in 16K [{}](facts.md#code": lambda: right("code-16k.jsonl", "-", 16640, 2048, "locret", CODER),
