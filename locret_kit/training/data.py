@@ -359,7 +359,8 @@ def _end_workers() -> None:
     """End the processes that prepare samples when this one exits: it would wait for them, which leave SIGTERM, forever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises for one that is killed
     for process in active_children():
-        process.kill()
+        if process.daemon:  # others, which the program may have started, end by themselves
+            process.kill()
 
 
 class Share(Dataset[Step]):
