@@ -231,9 +231,10 @@ class Reply(StreamingResponse, ABC):
                     return
                 if chunk.done():
                     chunk = asyncio.ensure_future(anext(chunks, b""))
-        except (ValueError, Failed, Stopping):
-            if not begun:  # otherwise the connection is broken off, and the log has no traceback of it
+        except (ValueError, Failed, Stopping) as error:
+            if not begun:
                 raise
+            LOG.warning("an answer broke off: %s", first_line(error))  # its status has been sent
         finally:
             for answer in self.answers:
                 answer.engine.cancel(answer.request)

@@ -221,4 +221,5 @@ def test_a_whole_answer_that_is_broken_off_leaves_no_traceback(monkeypatch, capl
         for _ in answer.iter_raw():
             go.set()
     assert not [record for record in caplog.records if record.name == "uvicorn.error" and record.exc_info]
+    assert "an answer broke off: no room" in caplog.text
     engine.stop()
