@@ -67,7 +67,7 @@ def test_a_short_prompt_is_passages_in_order_and_the_question(task, chat):
 
 @pytest.mark.parametrize("chat", ["always", "never"])
 def test_a_prompt_within_the_budget_is_read_whole(chat, tmp_path):
-    """Of a task that does not mark its text, also one of fewer tokens than the question may have."""
+    """Tasks that do not mark their text, also with fewer tokens than the question may have."""
     tokenizer, file = tiny_tokenizer(bos=True), tmp_path / "mine.jsonl"
     asked = [{"document": "The ferry leaves at noon. " * n, "question": "When?", "answer": "Noon."} for n in (1, 2, 9)]
     file.write_text("".join(json.dumps(record) + "\n" for record in asked))

@@ -68,7 +68,7 @@ def test_any_length_and_sample_of_a_needle(length, sample, haystack):
 
 
 def test_a_question_through_the_template_is_no_longer_than_asked():
-    """Of any length, also where a letter after a blank is no token, as of characters."""
+    """Every length, also where a letter after a blank is no token, as of characters."""
     (task,) = find_tasks(["passkey"])
     for length in range(250, 266):
         made = task.make(Example(task, tiny_tokenizer(), length, 0, chat="always", ending="open"))

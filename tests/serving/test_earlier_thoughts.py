@@ -236,7 +236,7 @@ def test_a_tool_loop_and_a_branch(thoughts):
 
 
 def test_an_answer_that_fails_ends_alone(monkeypatch):
-    """What was read of its prompt waits for the next turn."""
+    """Its prompt, as far as it was read, waits for the next turn."""
 
     def failing(*given: object) -> None:
         raise RuntimeError("a fault of ours")
