@@ -39,7 +39,7 @@ FACTS = (
     ("R.PassKey", "unseen", 4096, (128, 256, 512)), ("ruler.niah_multiquery", "unseen", 4096, (512,)),
     ("R.PassKey", "unseen", 16384, (1024,)),
     ("R.PassKey", "later", 4096, (256, 512)), ("R.PassKey", "jargon", 4096, (256, 512)),
-    ("R.PassKey", "jargon", 16384, (512, 1024, 2048, 4096)), ("R.PassKey", "repeated", 131072, (1024,)),
+    ("R.PassKey", "jargon", 16384, (512, 1024, 2048, 4096)),
     ("R.Number", "repeated", 32768, (512,)),
     ("ruler.niah_multikey", "jargon", 2048, (256, 512)), ("paraphrase", "jargon", 1024, (256,)),
     ("ruler.fwe", "-", 2048, (256,)),

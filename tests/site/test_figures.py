@@ -129,6 +129,8 @@ FIGURES: dict[str, dict[str, Callable[[], str]]] = {
         "all {} with a thirty-second, like full": lambda: numbers(0, "full"),
         "`compactor` finds {} with an eighth": lambda: numbers(512, "compactor"),
         "these heads answer [{}]": lambda: right("code.jsonl", "-", 4096, 512, "locret", CODER),
+        "4K a second reading answers [{}]": lambda: right("code.jsonl", "-", 4096, 512, "rereading-locret", CODER),
+        "were trained on {} (`locret`": lambda: right("held.jsonl", "-", 4096, 512, "rereading-locret", CODER),
         "In 8K {} are": lambda: right("code-8k.jsonl", "-", 8448, 1024, "locret", CODER),
         "in 16K [{}](facts.md#code": lambda: right("code-16k.jsonl", "-", 16640, 2048, "locret", CODER),
         "they answer {}, as": lambda: right("leval.tpo", "-", 8192, 512, "locret", CODER),
