@@ -184,7 +184,7 @@ class Context:
         if placed.span is not None or policy.needs_unrotated:
             description.require_rotations()
         refuse("backbone", Subject(policy, description))
-        if placed.span is None and policy.recall is not None and policy.recall.far:
+        if placed.span != 0 and policy.recall is not None and policy.recall.far:
             raise ValueError(
                 f"positions={scheme!r}: policy={policy.name!r} places slots itself, so it must be 'compact'"
             )

@@ -120,13 +120,13 @@ class RecallStage(Stage):
     def attend(self, ctx: Context, rows: BoundedLayer, q_BQTD: Tensor) -> Tensor | None:
         out, T = [], q_BQTD.shape[2]
         brings_back = rows.store is not None and rows.store.blocks and (self.recall.reading or in_tail(ctx, rows, T))
-        places = rows.store is not None and not rows.store.blocks and self.recall.far  # the rows too
+        places = rows.store is not None and self.recall.far  # the rows too
         if not (brings_back or places):
             return None
         # Tokens that are few, such as a question's, look up one by one; those of a chunk together.
         pieces = [slice(t, t + 1) for t in range(T)] if self.recall.apart >= T else [slice(0, T)]
         for piece in pieces:
-            out.append(_attend_piece(ctx, self.recall, rows, q_BQTD[:, :, piece], T - piece.stop))
+            out.append(_attend_piece(ctx, self.recall, rows, q_BQTD[:, :, piece], T - piece.stop, bool(brings_back)))
         return out[0] if len(out) == 1 else torch.cat(out, dim=2)
 
     def evicted(self, ctx: Context, rows: BoundedLayer, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor) -> None:
@@ -144,12 +144,14 @@ def in_tail(ctx: Context, rows: BoundedLayer, tokens: int) -> bool:
     return ctx.schedule.body is None or rows.seen - tokens >= ctx.schedule.body
 
 
-def _attend_piece(ctx: Context, recall: Recall, rows: BoundedLayer, q_BQTD: Tensor, later: int) -> Tensor:
+def _attend_piece(
+    ctx: Context, recall: Recall, rows: BoundedLayer, q_BQTD: Tensor, later: int, brings_back: bool
+) -> Tensor:
     """Attention of tokens that look up together; the newest ``later`` rows come after them."""
     assert rows.store is not None
     began, counters = time.perf_counter(), ctx.recalls
     T, first = q_BQTD.shape[2], rows.seen - later - q_BQTD.shape[2]
-    if rows.store.blocks:
+    if brings_back:
         chosen_BHK = _choose(ctx, recall, rows, rows.store, q_BQTD, later)
     else:
         chosen_BHK = torch.empty(q_BQTD.shape[0], rows.layout.H, 0, dtype=torch.int64, device=q_BQTD.device)

@@ -28,6 +28,7 @@ def traits(subject: Subject) -> Iterator[tuple[str, object]]:
     yield "stages", stages
     yield from ((name, getattr(policy, name) is not None) for name in PARTS)
     yield from {"ragged": policy.ragged, "grows": policy.keeps_everything, "logits": policy.needs_logits}.items()
+    yield "recall by the tail", policy.recall is not None and not policy.recall.reading
     yield "memory", policy.score.memory(1 << 20)
     yield from {"bits": bits is not None, "codes": bits not in (None, 8)}.items()
     yield "merge in bits", bits is not None and policy.merge is not None
@@ -86,9 +87,10 @@ CANNOT: Mapping[str, Mapping[str, str]] = {
         "states": "model_type={model!r}: its layers hold states, or read each other's rows, so each text is a forward of its "
         "own: use locret_kit.runtime.engine.run"
     },
-    "prompt of unknown length": {
-        "prefill_mask": "policy={policy!r} reads the prompt otherwise than what follows: pass prompt_length="
-    },
+    "prompt of unknown length": dict.fromkeys(
+        ("prefill_mask", "recall by the tail"),
+        "policy={policy!r} reads the prompt otherwise than what follows: pass prompt_length=",
+    ),
     "page": dict.fromkeys(
         ("ragged", "grows", "merge", "recall", "sparse", "prefill_mask", "bits", "states", "capped", "uneven"), _PAGE
     )

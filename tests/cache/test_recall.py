@@ -45,9 +45,14 @@ def test_every_token_is_kept_or_stored_and_never_both(base: str) -> None:
                 assert rows.store.last is None or rows.store.last[1].positions.shape[-1] <= 2 * 4
 
 
-@pytest.mark.parametrize(("across", "apart", "local", "reading"), [("model", 0, 6, True), ("head", 7, 0, False)])
-def test_what_comes_back_is_what_the_definition_says(across: str, apart: int, local: int, reading: bool) -> None:
-    form = dict(size=5, take=2, representatives=2, local=local, apart=apart, across=across, reading=reading)
+@pytest.mark.parametrize(
+    ("across", "apart", "local", "reading", "far"),
+    [("model", 0, 6, True, 0), ("head", 7, 0, False, 0), ("layer", 0, 0, False, 9)],
+)
+def test_what_comes_back_is_what_the_definition_says(
+    across: str, apart: int, local: int, reading: bool, far: int
+) -> None:
+    form = dict(size=5, take=2, representatives=2, local=local, apart=apart, across=across, reading=reading, far=far)
     policy = f"locret recall=blocks({','.join(f'{key}={value}' for key, value in form.items())})"
     oracle = OurBlocks(recorded(policy, 46, steps=2, chunk=11), **form, body=46 - SMALL["local_len"])
     assert oracle.check() >= 9
@@ -59,6 +64,17 @@ def test_infllm_is_the_papers() -> None:
         recorded(policy, 46, steps=2, budget=17, chunk=10), size=5, take=2, representatives=2, local=12
     )
     assert oracle.check() >= 9
+
+
+@pytest.mark.parametrize("positions", ["original", "clipped(20)"])
+def test_slots_with_places_of_their_own_take_compact_positions_alone(positions: str) -> None:
+    with pytest.raises(ValueError, match=r"positions='.*' places slots itself, so it must be 'compact'"):
+        make("infllm(init=4,local=12)", positions=positions).bind(backbone())
+
+
+def test_blocks_that_the_tail_alone_recalls_need_its_place() -> None:
+    with pytest.raises(ValueError, match=r"reads the prompt otherwise than what follows: pass prompt_length="):
+        make("recall(reading=false)", length=None)
 
 
 @pytest.mark.parametrize("base", ["h2o", "ada-locret"])

@@ -122,11 +122,13 @@ class Text(ABC):
 
 
 class OurBlocks(Text):
-    """``recall=blocks`` over locret, positions compact."""
+    """``recall=blocks`` over locret, positions compact; ``far``: the largest distance, 0 for ranks."""
 
-    def __init__(self, calls: list[Call], *, apart: int, across: str, body: int, reading: bool, **form: int) -> None:
+    def __init__(
+        self, calls: list[Call], *, apart: int, across: str, body: int, reading: bool, far: int, **form: int
+    ) -> None:
         super().__init__(calls, **form)
-        self.apart, self.across, self.body, self.reading = apart, across, body, reading
+        self.apart, self.across, self.body, self.reading, self.far = apart, across, body, reading, far
         self.scores: dict[int, Tensor] = {}
         self.votes: dict[tuple[int, int], dict[int, float]] = {}
 
@@ -154,7 +156,7 @@ class OurBlocks(Text):
             earlier = call.held[h] + list(range(call.start, call.start + piece[0]))
             shown += [p for p in earlier if p >= FIRST and p // self.size in allowed]
             found = dict.fromkeys(allowed, 0.0)
-            queries = turned(call.q[h][:, piece], [DISTANCE] * len(piece))
+            queries = turned(call.q[h][:, piece], [self.far or DISTANCE] * len(piece))
             shares = (queries @ self.keys[call.layer][h, shown].mT * 8**-0.5).softmax(-1).flatten(0, 1)
             for p, share in zip(shown, shares.T, strict=True):
                 found[p // self.size] = max(found[p // self.size], float(share.max()))
@@ -179,6 +181,10 @@ class OurBlocks(Text):
             rows = [p for p in rows if p < FIRST or p // self.size in chosen or p in newest]
         rows = sorted([p for p in stored if p // self.size in chosen] + rows)
         seen = [p for p in rows if p <= call.start + t]  # the token itself is the last
+        if self.far:
+            places = [min(call.start + t - p, self.far) for p in seen]
+            logits = (turned(call.q[h][:, [t] * len(seen)], places) * self.keys[call.layer][h, seen]).sum(-1) * 8**-0.5
+            return logits.softmax(-1) @ self.values[call.layer][h, seen]
         query = turned(call.q[h][:, t : t + 1], [len(seen) - 1])
         logits = query @ turned(self.keys[call.layer][h, seen], range(len(seen))).mT * 8**-0.5
         return (logits.softmax(-1) @ self.values[call.layer][h, seen])[:, 0]
