@@ -98,6 +98,13 @@ def test_a_fork_that_would_not_equal_a_fresh_run_is_refused(policy, length, read
         cache.fork(asked)
 
 
+def test_a_fork_of_a_cache_that_was_reset_is_a_fresh_one():
+    cache = make("knorm")
+    prefill(backbone(), tokens(30), cache)
+    cache.reset(83)
+    alike(cache.fork(90, evidence=True), make("knorm", length=90), tokens(90))
+
+
 def test_a_prompt_that_was_read_is_refused():
     cache = make("h2o")
     prefill(backbone(), tokens(), cache)

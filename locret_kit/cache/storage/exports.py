@@ -88,7 +88,7 @@ def restore_rows(
 def copy_rows(rows: BoundedLayer, other: BoundedLayer, share: tuple[int, int] = (0, 1)) -> None:
     """Make a layer a copy of another one of the same kind, or of a share of its heads (the first of two is ``(0, 2)``); nothing
     that one of both writes is shared. The room may be another one."""
-    if not other.is_initialized:
+    if not other.seen:
         return
     counts, tensors = export_rows(other)
     if added := rows.statistics - other.statistics:  # one more of each group of heads, the last, and nothing in it yet
