@@ -245,6 +245,9 @@ POLICIES: dict[str, Rule] = {
     "kvcrush(base=pyramidkv(window=6),anchor=alternate)": snap(
         layer_keep=oracle.pyramid(six), select=oracle.representatives(anchor="alternate"), aside=0.25
     ),
+    "score=proxy(3,first=4) scope=window(3) selection=representatives": crushed(
+        oracle.proxies(lambda _: 3, 4), [oracle.newest(lambda layer: min(3, layer.part))], bits="groups"
+    ),
     "kvcrush(base=locret)": crushed(oracle.entered, [oracle.stabilizers]),
     "h2o selection=kmeans(iterations=3)": Rule(oracle.accumulated, HALF, select=oracle.clusters(0.25, 3), aside=0.25),
     "score=cis scope=stabilizers+sinks(4) allocation=adaptive(alpha=0.5) selection=representatives(ratio=0.3)": crushed(

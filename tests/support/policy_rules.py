@@ -317,7 +317,8 @@ def sampled(
 def representatives(
     ratio: float = 0.25, anchor: str = "mean", bits: str = "kept", unit: int = 1
 ) -> Callable[..., list[set[int]]]:
-    """KVCrush, section III: B_important slots by the base, B_representative by groups of what it evicts.
+    """KVCrush, section III: B_important slots by the base, B_representative by groups of what it evicts. ``bits="groups"``: of a
+    base that knows no single query head.
 
     The vector of a token: one bit per query head of the layer, 1 where the base retains the token in that head (of
     B_important); concatenated over the tokens of a page. The evicted ones are ordered by Hamming distance to the anchor, cut
@@ -329,8 +330,8 @@ def representatives(
         wanted = [int(ratio * keep) // unit for keep in keeps]
         own = [keep - unit * pages for keep, pages in zip(keeps, wanted, strict=True)]
         row_of = [{row.position: r for r, row in enumerate(rows)} for rows in layer.heads]
-        if bits == "kept":
-            view = layer.query_heads()
+        if bits != "median":
+            view, G = (layer.query_heads(), G) if bits == "kept" else (layer, 1)
             kept = top_k(view, layer.rule.score(view), view.protected(), [own[q // G] for q in range(H * G)])
             one = [{layer.heads[q // G][r].position for r in rows} for q, rows in enumerate(kept)]
         else:

@@ -23,6 +23,11 @@ class ProxyAttention(base.Weight):
     first: base.Count = 0
     """Tokens at the beginning of the text whose queries are proxies too, at the places that they have in the text."""
 
+    @property
+    def by_query_head(self) -> bool:  # type: ignore[override]
+        """Whether all that it sums is known of a query head alone; what the first queries gave is that of groups."""
+        return not self.first
+
     def recent(self, chunk: int) -> int:
         return proxy_count(self.tokens, chunk)
 
