@@ -1,8 +1,9 @@
 """Forward of one text: attention of its new tokens over its rows.
 
 The model may be fed in pieces of any size: evictions happen at boundaries that the prompt and ``chunk`` fix (see
-``due``). So ``model.generate`` with any ``prefill_chunk_size`` and the kit's own prefill agree exactly. There are two
-exceptions: ``clipped`` positions follow the newest token of a piece, and rows in 4 or 2 bits are rounded after a piece.
+``due``). So ``model.generate`` with any ``prefill_chunk_size`` and the kit's own prefill agree exactly. There are three
+exceptions: ``clipped`` positions follow the newest token of a piece, rows in 4 or 2 bits are rounded after a piece, and recall
+and sparse prefill choose for a piece.
 """
 
 from collections.abc import Callable

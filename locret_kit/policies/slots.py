@@ -87,7 +87,7 @@ class Slots:
     ``Score.score_slots`` writes into it stays with the slot."""
     stats: Mapping[str, Tensor]
     """``[B, H, S]`` float32, those that the policy asks for: ``sum`` and ``square`` of the attention received (mean over the
-    group), ``above`` (how often it was above average), ``count`` (queries that have seen the slot)."""
+    group), ``above`` (how often it was above average), ``count`` (queries since the slot entered)."""
     keys: Callable[[], Tensor] = _nothing
     """Keys ``[B, H, S, D]`` as attention sees them (rotated), zeros at padding."""
     values: Callable[[], Tensor] = _nothing
