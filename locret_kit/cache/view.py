@@ -121,12 +121,13 @@ def _queries(ctx: Context, rows: BoundedLayer) -> Tensor:
     if rope is None:
         return rotate(q, *ctx.tables.between(ctx.ropes[rows.number].of_queries, rows.seen - W, W, q))
     rope = rope.of_queries
-    if ctx.positions.by_rank:
-        cos, sin = rows.layout.per_head_tables(lambda n: ctx.tables.between(rope, n - W, W, q), W)
-    else:
-        cos, sin = (table[:, :, -W:] for table in _tables(ctx, rope, rows, q))
-        if not rows.layout.ragged:  # placed alike in heads of equal length: [B, 1, W, R] for all Q
-            cos, sin = cos[:, :1], sin[:, :1]
+    new_W = torch.arange(-W, 0, device=q.device)
+
+    def placed(n: int) -> tuple[Tensor, Tensor]:
+        """Tables of a head of ``n`` rows: a query's own place in the text, or the rank of the row where that is higher."""
+        return rope.tables(ctx.positions.place(n + new_W, rows.seen + new_W, rows.seen), q.dtype)
+
+    cos, sin = rows.layout.per_head_tables(placed, W)
     if rows.layout.ragged:
         G = q.shape[1] // cos.shape[1]  # [B, H, W, R] -> [B, Q, W, R]
         cos, sin = cos.repeat_interleave(G, 1), sin.repeat_interleave(G, 1)

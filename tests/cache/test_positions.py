@@ -34,7 +34,9 @@ def logits(model, ids, policy, positions, **kw):
     return logits_of(cache, ids, [5], model)
 
 
-@pytest.mark.parametrize("policy", ["random", "h2o", "snapkv(window=3)", "ada-snapkv(window=3)", "compactor"])
+@pytest.mark.parametrize(
+    "policy", ["random", "h2o", "snapkv(window=3)", "ada-snapkv(window=3)", "compactor", "score=window(6,1)"]
+)
 @pytest.mark.parametrize("family", ["llama", "phi3-longrope"])
 def test_a_wide_span_is_original_and_a_narrow_one_compact(policy, family):
     model = tiny_model(family).double()
