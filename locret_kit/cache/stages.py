@@ -156,13 +156,14 @@ def _attend_piece(
     else:
         chosen_BHK = torch.empty(q_BQTD.shape[0], rows.layout.H, 0, dtype=torch.int64, device=q_BQTD.device)
     recalled, loads = rows.store.load(chosen_BHK, rows.slots("keys"), rows.slots("values"))
-    counters.lookups += 1
+    counters.lookups += brings_back
     counters.blocks += chosen_BHK.numel()
     counters.hits += chosen_BHK.numel() - loads
     counters.loaded_bytes += loads * rows.store.size * sum(row.shape[-1] * row.itemsize for row in recalled[:2])
     counters.recall_s += time.perf_counter() - began
     # While the text is read every row is seen; what follows may see the newest and what has come back alone.
-    local = resolve_count(recall.local, ctx.budgets[rows.number]) if in_tail(ctx, rows, T + later) else 0
+    narrow = brings_back and in_tail(ctx, rows, T + later)
+    local = resolve_count(recall.local, ctx.budgets[rows.number]) if narrow else 0
     out, G = [], q_BQTD.shape[1] // rows.layout.H
     for part in rows.parts():
         q, back = q_BQTD[:, part.heads.start * G : part.heads.stop * G], recalled.of(part.heads)

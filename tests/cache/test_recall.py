@@ -66,6 +66,12 @@ def test_infllm_is_the_papers() -> None:
     assert oracle.check() >= 9
 
 
+def test_nothing_is_hidden_while_nothing_was_evicted() -> None:
+    caches = (make(one, 100) for one in ("locret recall=blocks(local=4,far=200)", "full"))
+    found, wanted = (logits_of(cache, tokens(), tokens(2, seed=1)) for cache in caches)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("positions", ["original", "clipped(20)"])
 def test_slots_with_places_of_their_own_take_compact_positions_alone(positions: str) -> None:
     with pytest.raises(ValueError, match=r"positions='.*' places slots itself, so it must be 'compact'"):
