@@ -8,6 +8,7 @@ from copy import copy, deepcopy
 from dataclasses import replace
 from functools import cache, partial
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -105,6 +106,7 @@ class TextState:
 
     # ---- copies and other texts ----------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)  # a copy that is made in inference mode is written outside of it too
     def copy(self, memo: dict[int, object] | None = None) -> TextState:
         """An independent copy: heads, policy and model are shared, all else is copied. ``memo``: see ``copy.deepcopy``."""
         own, options = self._context, self.options
@@ -121,7 +123,8 @@ class TextState:
         """Become a copy of another text's rows, or of a share of its key/value heads: the first of two is ``(0, 2)``."""
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             copy_rows(mine, theirs, share)
-        self.states = deepcopy(other.states)
+        with torch.inference_mode(False):
+            self.states = deepcopy(other.states)
         self.set_counters(replace(other.counters), replace(other.context.recalls))
         self.last_hidden = None if other.last_hidden is None else other.last_hidden.clone()
 

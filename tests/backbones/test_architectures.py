@@ -1,10 +1,11 @@
 """A sample of architectures, one of each kind, through checks by turns; ``scripts/decoders.py`` runs all of both."""
 
 import re
+from copy import deepcopy
 
 import pytest
 import torch
-from tiny_decoders.checks import CHUNK, PROMPT, TAIL, Subject, verdict
+from tiny_decoders.checks import BUDGET, CHUNK, PROMPT, TAIL, Subject, verdict
 from tiny_decoders.needed import Sizes
 from tiny_decoders.rows import rows
 from tiny_decoders.simulation import Plan, simulate
@@ -112,16 +113,18 @@ def test_a_policy_that_scores_by_logits_has_those_of_every_token():
     Subject(ROWS["gemma4_text shared"], Sizes()).long("sirllm")
 
 
-@pytest.mark.parametrize("name", ["lfm2"] if ASKED_FOR_STATES else [])
-def test_a_state_that_begins_in_inference_mode_goes_on_outside_of_it(name):
-    """As buffers do: the kit's own prefill, then ``model.generate``."""
+@pytest.mark.parametrize("name", ["llama", "lfm2"] if ASKED_FOR_STATES else ["llama"])
+def test_a_text_that_begins_in_inference_mode_goes_on_outside_of_it(name):
+    """The kit's own prefill, and copies that are made in inference mode, then ``model.generate``."""
     subject = Subject(ROWS[name], Sizes())
     caches = [subject.cache("knorm", "original") for _ in range(2)]
     with attach(subject.model), torch.no_grad():
         prefill(subject.model, subject.ids, caches[0])
         subject.model(input_ids=torch.tensor([subject.ids]), **{CACHE: caches[1]})
+        with torch.inference_mode():
+            caches += [deepcopy(caches[1]), caches[1].with_budget(BUDGET)]
         last = [subject.model(torch.tensor([subject.more[:1]]), **{CACHE: one}).logits for one in caches]
-    torch.testing.assert_close(*last)
+    torch.testing.assert_close(last[1:], last[:1] * 3)
 
 
 def is_refused(line, words):
