@@ -87,6 +87,14 @@ def check_reread(policy: Policy, schedule: Schedule) -> None:
         )
 
 
+def loses_state(tokens: int, seen: int) -> str:
+    """The refusal of further tokens where layers of the backbone lose their state between pieces of a text."""
+    return (
+        f"{tokens} tokens after {seen}: layers of this backbone lose their state between pieces of a text, so give "
+        "the whole prompt in one forward, without prefill_chunk_size"
+    )
+
+
 def checked_arguments(arguments: Arguments, ctx: Context, seen: int, rows: int) -> Arguments:
     """The arguments of a forward that continues a cache, after ``seen`` tokens of which it holds ``rows``. A mask that
     shows what the cache shows is left to it.
@@ -111,10 +119,7 @@ def checked_arguments(arguments: Arguments, ctx: Context, seen: int, rows: int) 
             )
     _refuse_other_places(seen, tokens, arguments.get("position_ids"))
     if not ctx.description.in_pieces and seen and tokens > 1:
-        raise ValueError(
-            f"{tokens} tokens after {seen}: layers of this backbone lose their state between pieces of a text, so give "
-            "the whole prompt in one forward, without prefill_chunk_size"
-        )
+        raise ValueError(loses_state(tokens, seen))
     for kind, given in masks.items():
         if given is None:
             continue

@@ -19,7 +19,7 @@ from ..backbones.states import States
 from ..backbones.wrapped import unwrapped
 from . import step, view
 from .context import CacheCounters, Context, Pins, RecallCounters, make_layers
-from .options import CacheOptions
+from .options import CacheOptions, loses_state
 from .pins import check_room, first_pins
 from .second_reading import choose_passages, to_cache_positions
 from .stages import stages_of
@@ -165,6 +165,9 @@ class TextState:
         # Decoded tokens are no part of another prompt.
         if self.schedule.decoding(seen):
             raise CannotFork("this cache has decoded already: fork it before")
+        left = (new.schedule.prompt_length or 0) - seen
+        if not self.context.description.in_pieces and seen and left > 1:
+            raise CannotFork(loses_state(left, seen))
         new.bind(self.context.model)
         check_past(self.context, new.context, seen)
         # A prompt that keeps more queries would have kept some that are gone.

@@ -268,7 +268,8 @@ class EngineThread:
             cache, reusable = request.cache, request.reusable and sequence.finish_reason in ("stop", "length")
             if request.drops_thoughts:
                 cache, reusable = request.next_cache, request.reusable
-            if reusable and cache is not None and not cache.state.unfinished and not cache.reread_positions:
+            ended = cache is None or cache.state.unfinished or bool(cache.reread_positions)
+            if reusable and cache is not None and not ended and cache.context.description.in_pieces:
                 read = request.read(
                     cache.get_seq_length(), lambda token: not str(self.tokenizer.decode([token])).strip()
                 )

@@ -14,10 +14,25 @@ import torch
 from http_bodies import alone, chat, deleted, expected, until, uploaded, user
 from read_texts import parts, text_of
 from real_templates import real_tokenizer
-from served import LIMITS, SETTINGS, ask, new_engine, random_ids, running_engine, serving, with_template
+from served import (
+    LIMITS,
+    SETTINGS,
+    ask,
+    ask_together,
+    new_engine,
+    random_ids,
+    running_engine,
+    serving,
+    stopped,
+    with_template,
+)
+from tiny_decoders.needed import Sizes
+from tiny_decoders.rows import rows
+from tiny_decoders.shrink import tiny_decoder
 
 from locret_kit import BoundedCache, Document
 from locret_kit.backbones.intercept import Attachment
+from locret_kit.backbones.libraries import ASKED_FOR_STATES
 from locret_kit.backbones.spec import spec_of
 from locret_kit.naming import show
 from locret_kit.planning.inference_plan import Setting
@@ -211,6 +226,31 @@ def test_equal_prompts_are_read_once(length, evicts):
         long = [ask(engine, "carla", ids, tokens=64) for _ in range(2)]
         assert [one.cached_tokens for one in long] == [0, (length - 1) * (not evicts)]
         assert long[0].sequence.tokens == long[1].sequence.tokens
+
+
+@pytest.mark.parametrize(("name", "cached"), {"lfm2": [40, 68], "bamba": [0, 0]}.items() if ASKED_FOR_STATES else ())
+def test_layers_with_a_state_go_on_or_are_read_again(name, cached):
+    """Equal beginnings, a turn, and a document; Bamba loses its state between pieces of a text."""
+    sizes, tokenizer = Sizes(vocab=400), parts("llama")[1]
+    model = tiny_decoder(*rows(sizes)[name], sizes, 0).double()
+
+    def fresh(ids: array) -> list[int]:
+        made = Answer(
+            model, tokenizer, ids, BoundedCache(SETTINGS, "streaming", prompt_length=len(ids)), max_new_tokens=4
+        )
+        str(made)
+        return made.tokens
+
+    with stopped(EngineThread(model, tokenizer, SETTINGS, parse_policy("streaming"), None, sessions=2)) as engine:
+        prompts = [random_ids(45, 1) + random_ids(20, seed) for seed in (2, 3)]
+        answers = ask_together(engine, *prompts, shared_tokens=45)
+        prompts.append(prompts[0] + array("i", answers[0].sequence.written) + random_ids(9, 4))
+        answers.append(ask(engine, "", prompts[2]))
+        assert [one.sequence.written for one in answers] == list(map(fresh, prompts))
+        assert [one.cached_tokens for one in answers[1:]] == cached
+        document = Document.read(model, tokenizer, text_of(40), SETTINGS, "streaming", reader=engine.read, ahead=True)
+        question = document.prompt("Who?")
+        assert ask(engine, "", question, document=document).sequence.written == fresh(question)
 
 
 def test_a_beginning_that_cannot_be_begun_ends_one_request(engine, monkeypatch):
