@@ -40,6 +40,7 @@ class States:
                         found[f"states.{index}.{kind}.{number}"] = state
         return found
 
+    @torch.inference_mode(False)  # states are written outside of it
     def fill(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         """Load the states that ``tensors`` returned, of any shape, into an empty text."""
         for name, state in tensors.items():

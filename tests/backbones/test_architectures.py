@@ -10,7 +10,7 @@ from tiny_decoders.needed import Sizes
 from tiny_decoders.rows import rows
 from tiny_decoders.simulation import Plan, simulate
 
-from locret_kit import attach
+from locret_kit import attach, load_cache, save_cache
 from locret_kit.backbones.libraries import ASKED_FOR_STATES, CACHE
 from locret_kit.runtime.session import prefill
 
@@ -114,17 +114,19 @@ def test_a_policy_that_scores_by_logits_has_those_of_every_token():
 
 
 @pytest.mark.parametrize("name", ["llama", "lfm2"] if ASKED_FOR_STATES else ["llama"])
-def test_a_text_that_begins_in_inference_mode_goes_on_outside_of_it(name):
-    """The kit's own prefill, and copies that are made in inference mode, then ``model.generate``."""
+def test_a_text_that_begins_in_inference_mode_goes_on_outside_of_it(name, tmp_path):
+    """The kit's own prefill, and copies and files that are read in inference mode, then ``model.generate``."""
     subject = Subject(ROWS[name], Sizes())
     caches = [subject.cache("knorm", "original") for _ in range(2)]
     with attach(subject.model), torch.no_grad():
         prefill(subject.model, subject.ids, caches[0])
         subject.model(input_ids=torch.tensor([subject.ids]), **{CACHE: caches[1]})
+        save_cache(caches[1], tmp_path / "text.locret")
         with torch.inference_mode():
-            caches += [deepcopy(caches[1]), caches[1].with_budget(BUDGET)]
+            loaded = load_cache(tmp_path / "text.locret", subject.model)
+            caches += [deepcopy(caches[1]), caches[1].with_budget(BUDGET), loaded]
         last = [subject.model(torch.tensor([subject.more[:1]]), **{CACHE: one}).logits for one in caches]
-    torch.testing.assert_close(last[1:], last[:1] * 3)
+    torch.testing.assert_close(last[1:], last[:1] * 4)
 
 
 def is_refused(line, words):
