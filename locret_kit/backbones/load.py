@@ -258,6 +258,8 @@ def load_backbone(
                 "and name the merged model"
             )
         bitsandbytes = quantisation(weight_bits, precision, where)
+        if getattr(config, "quantization_config", None):  # which transformers takes instead
+            raise ValueError(f"weight_bits={weight_bits}: the weights of {name!r} are quantised already: leave it out")
         spread = {"device_map": {"": where}} | spread | {"quantization_config": bitsandbytes}
     bits = "" if weight_bits is None else f" with weight_bits={weight_bits}"
     # An unknown architecture; truncated weights; a pickle.
@@ -273,6 +275,9 @@ def load_backbone(
     tokenizer = tokenizer or load_tokenizer(name, revision)
     if adapter:
         if any(weight.is_meta for weight in model.parameters()):
+    weights = dict(model.named_parameters())
+    if scales := sorted(key for key in found["unexpected_keys"] if key.partition("_scale")[0] in weights):
+        raise ValueError(f"model={name!r}: its weights are quantised, and transformers does not apply {scales[0]}")
             raise ValueError(
                 f"adapter={adapter!r} cannot be merged into weights that device_map={device_map!r} has moved off the GPUs: "
                 "merge it first and name the merged model"

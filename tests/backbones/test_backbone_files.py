@@ -50,6 +50,18 @@ def test_a_weight_that_is_missing_or_of_another_shape_is_named(backbone, change)
         load_backbone(str(backbone))
 
 
+@pytest.mark.parametrize("method", ["modelopt", None])
+def test_scales_that_are_left_out_are_named(backbone, method):
+    """Those of a method that transformers does not know; it warns, where warnings are shown."""
+    rewrite(backbone, lambda state: state.update({WEIGHT: state[WEIGHT].to(torch.float8_e4m3fn)}))
+    rewrite(backbone, lambda state: state.update({f"{WEIGHT}_scale": torch.ones(())}))
+    config = json.loads((backbone / "config.json").read_text())
+    config |= {"quantization_config": {"quant_method": method, "quant_algo": "FP8"}} if method else {}
+    (backbone / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"quantised, and transformers does not apply {WEIGHT}_scale"):
+        load_backbone(str(backbone))
+
+
 def test_a_document_cannot_allow_a_backbone_to_run_its_code(backbone, tmp_path, monkeypatch, capsys):
     """transformers asks on stdin whether foreign code may run, and stdin is the document."""
     ran = tmp_path / "ran"

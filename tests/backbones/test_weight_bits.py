@@ -6,6 +6,7 @@ planned from their source and is not measured.
 
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -163,6 +164,16 @@ def test_without_the_package_the_extra_is_named(place, monkeypatch, capsys):
 def test_what_cannot_be(place, options, message):
     with pytest.raises(ValueError, match=message):
         load_backbone(str(place), **{"device": "cpu", **options})
+
+
+def test_weights_that_are_quantised_already(place, tmp_path):
+    folder = shutil.copytree(place, tmp_path / "quantised")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}})
+    )
+    with pytest.raises(ValueError, match="weight_bits=8: the weights of .* are quantised already: leave it out"):
+        load_backbone(str(folder), device="cpu", weight_bits=8)
 
 
 def test_heads_train_on_few_bits_and_rows_say_so(place, tmp_path):
