@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto.modeling_auto import AutoModelForImageTextToText
 from transformers.utils import logging
 
 from ..files import pointer_note
@@ -257,14 +258,16 @@ def load_backbone(
                 f"adapter={adapter!r} would be rounded where it is merged into weights of {weight_bits} bits: merge it first "
                 "and name the merged model"
             )
-        bitsandbytes = quantisation(weight_bits, precision, where)
         if getattr(config, "quantization_config", None):  # which transformers takes instead
             raise ValueError(f"weight_bits={weight_bits}: the weights of {name!r} are quantised already: leave it out")
+        bitsandbytes = quantisation(weight_bits, precision, where)
         spread = {"device_map": {"": where}} | spread | {"quantization_config": bitsandbytes}
     bits = "" if weight_bits is None else f" with weight_bits={weight_bits}"
+    autos: Any = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    auto = next((one for one in autos if type(config) in one._model_mapping), AutoModelForCausalLM)
     # An unknown architecture; truncated weights; a pickle.
     with _reading(f"model={name!r} cannot be loaded{bits}", path):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto.from_pretrained(
             path, config=config, dtype=precision, revision=revision, trust_remote_code=False, output_loading_info=True,
             ignore_mismatched_sizes=True, **spread,
         )  # fmt: skip
@@ -272,12 +275,12 @@ def load_backbone(
     if absent := [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]:
         some = ", ".join(sorted(absent)[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
         raise ValueError(f"model={name!r}: its files lack weights, or hold them in another shape: {some}")
-    tokenizer = tokenizer or load_tokenizer(name, revision)
-    if adapter:
-        if any(weight.is_meta for weight in model.parameters()):
     weights = dict(model.named_parameters())
     if scales := sorted(key for key in found["unexpected_keys"] if key.partition("_scale")[0] in weights):
         raise ValueError(f"model={name!r}: its weights are quantised, and transformers does not apply {scales[0]}")
+    tokenizer = tokenizer or load_tokenizer(name, revision)
+    if adapter:
+        if any(weight.is_meta for weight in model.parameters()):
             raise ValueError(
                 f"adapter={adapter!r} cannot be merged into weights that device_map={device_map!r} has moved off the GPUs: "
                 "merge it first and name the merged model"

@@ -12,6 +12,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from scripts_loaded import ROOT, load_script
+from tiny_decoders.needed import Sizes
+from tiny_decoders.rows import variants
+from tiny_decoders.shrink import tiny_decoder
 from tiny_heads import save_tiny_heads
 from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
 from tokenizers import AddedToken
@@ -60,6 +63,14 @@ def test_scales_that_are_left_out_are_named(backbone, method):
     (backbone / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=f"quantised, and transformers does not apply {WEIGHT}_scale"):
         load_backbone(str(backbone))
+
+
+def test_a_model_that_sees_images_is_loaded(tmp_path):
+    model = tiny_decoder(*variants(sizes := Sizes(layers=1, vocab=400))["qwen2_vl"], sizes)
+    for part in (model, tiny_tokenizer()):
+        part.save_pretrained(tmp_path)
+    loaded, _ = load_backbone(str(tmp_path), dtype="float32")
+    assert torch.equal(loaded(torch.tensor([[2, 3, 4]])).logits, model(torch.tensor([[2, 3, 4]])).logits)
 
 
 def test_a_document_cannot_allow_a_backbone_to_run_its_code(backbone, tmp_path, monkeypatch, capsys):
