@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 BLOCK = 1 << 16
 """Characters encoded at a time."""
-CONTEXT = 512
-"""Overlap of windows in characters."""
+CONTEXT = 384
+"""Overlap of windows in characters: a multiple of 3, by which many tokenizers cut digits, and of powers of 2, for blanks."""
 NEAR = 64
 """Overlap in characters at the end of a text, where the tokenizer splits words before it makes tokens."""
 NEUTRAL = "x"

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_text import PROSE, tiny_tokenizer
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tiny_tokenizer import byte_level, chatting
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from locret_kit.files import read_utf8
@@ -30,6 +31,7 @@ TEXTS = {
     "long-word": "start " + "a" * 2500 + " end " + PROSE * 5,
     "base64": "aGVsbG8gd29ybGQ+/" * 150,
     "digits": "0123456789" * 250,
+    "threes": "123" * 1300,
     "spaces": "x" + " " * 1500 + "y" + " " * 900,
     "mixed": PROSE + CODE * 3 + EMOJI * 10 + "z" * 700 + CHINESE[:600] + " " * 80 + PROSE * 3,
     "empty": "",
@@ -62,8 +64,13 @@ absent = not (BACKBONE / "tokenizer.json").exists()
 DEMO = [pytest.mark.backbone, pytest.mark.skipif(absent, reason="python scripts/fetch_backbone.py")]
 
 
+def by_threes():
+    """A tokenizer that cuts digits by threes from the left, as Llama 3's."""
+    return chatting(byte_level([PROSE + "123" * 99], 400, words=pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated")))
+
+
 @pytest.mark.parametrize("name", TEXTS)
-@pytest.mark.parametrize("tokenizer", [tiny_tokenizer, pytest.param(real_tokenizer, marks=DEMO)])
+@pytest.mark.parametrize("tokenizer", [tiny_tokenizer, by_threes, pytest.param(real_tokenizer, marks=DEMO)])
 def test_equals_one_call(tokenizer, name):
     for block, sizes in ((600, [1, 50, 333]), (1100, [1100, 217, 5])):
         check(tokenizer(), TEXTS[name], sizes, block)
