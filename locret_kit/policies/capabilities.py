@@ -84,8 +84,8 @@ CANNOT: Mapping[str, Mapping[str, str]] = {
         "policy={policy!r} is not for model.generate with a batch: use locret_kit.runtime.engine.run",
     ),
     "forward of several texts": {
-        "states": "model_type={model!r}: its layers hold states, or read each other's rows, so each text is a forward of its "
-        "own: use locret_kit.runtime.engine.run"
+        "states": "model_type={model!r}: its layers hold states, read each other's rows, or place tokens in a way of their "
+        "own, so each text is a forward of its own: use locret_kit.runtime.engine.run"
     },
     "prompt of unknown length": dict.fromkeys(
         ("prefill_mask", "recall by the tail"),

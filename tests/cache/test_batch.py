@@ -9,6 +9,8 @@ import pytest
 import torch
 from pairwise import one_of, pairs
 from policy_runs import POLICIES, answer, backbone, by_kind, distinct_tokens, held, make, tokens
+from tiny_decoders.needed import Sizes
+from tiny_decoders.shrink import tiny_decoder
 from tiny_models import tiny_model
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -304,6 +306,16 @@ def test_a_policy_that_generate_cannot_run_says_so():
         said = "is not for model.generate with a batch: use locret_kit.runtime.engine.run"
         with attach(model), pytest.raises(ValueError, match=said):
             model.generate(ids, **{CACHE: BatchCache(24, policy, heads, chunk=13, local_len=5)}, max_new_tokens=2)
+
+
+def test_a_model_whose_texts_are_apart_says_so():
+    """GPT-J has neither states nor shared rows."""
+    model = tiny_decoder("gptj", {}, Sizes(layers=1))
+    with (
+        attach(model),
+        pytest.raises(ValueError, match="or place tokens in a way of their own, so each text is a forward"),
+    ):
+        model.generate(torch.tensor([tokens(30)]), **{CACHE: BatchCache(24, "h2o")}, max_new_tokens=2)
 
 
 def test_what_is_read_twice_is_noted_once():
