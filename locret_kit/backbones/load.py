@@ -311,6 +311,8 @@ def merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
         warnings.filterwarnings("error", message=".*missing adapter keys.*")  # weights for other layers' names
         warnings.filterwarnings("ignore", category=FutureWarning)  # peft asks transformers by an old name
         wrapped = PeftModel.from_pretrained(model, folder)
+        if getattr(wrapped.peft_config["default"], "layer_replication", None):
+            raise ValueError("it repeats layers, whose copies share the weights that it would be merged into")
         if hasattr(wrapped.base_model, "merge_and_unload"):
             if extra := wrapped.load_adapter(folder, "default").unexpected_keys:  # which from_pretrained does not tell
                 raise ValueError(f"the model has no module for {extra[0]}")

@@ -122,6 +122,7 @@ def test_what_does_not_fit_is_one_line(backbone, lora, tmp_path):
     ("settings", "reason"),
     [
         (dict(lora_bias=True), "RuntimeError: Impossible to merge LoRA with `lora_bias=True`"),
+        (dict(layer_replication=[[0, 2], [0, 2]]), "it repeats layers, whose copies share the weights"),
         (dict(alora_invocation_tokens=[5, 6]), "NotImplementedError: aLoRA does not support merging"),
     ],
 )
