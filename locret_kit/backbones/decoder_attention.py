@@ -116,6 +116,8 @@ class DecoderAttention:
     """Why rotations are not known."""
     takes_positions: bool = True
     """Whether a token's place in the text is its position id, not its order in the forward."""
+    places: int | None = None
+    """Positions that it looks up in a table, learned ones or GPT-J's; None where it computes them."""
     in_pieces: bool = True
     """Whether reading a text in pieces gives the same hidden states as reading it in one."""
     answers_in_halves: bool = field(default=False, compare=False)
@@ -161,6 +163,14 @@ class DecoderAttention:
     def packs_texts(self) -> bool:
         """Whether the new tokens of several texts may stand end to end in one forward."""
         return self.takes_positions and not self.spec.states and not self.spec.shared
+
+    def check_places(self, tokens: int) -> None:
+        """Raise ValueError for a text of more ``tokens`` than there are positions in the decoder's table."""
+        if self.places is not None and tokens > self.places:
+            raise ValueError(
+                f"model_type={self.spec.model_type!r}: a text of {tokens} tokens must have at most {self.places}, the positions "
+                "in the model's table"
+            )
 
     def require_rotations(self) -> tuple[Rotation, ...]:
         """The rotations. Raises UnsupportedArchitecture where they are not known."""

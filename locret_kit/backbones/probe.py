@@ -144,7 +144,7 @@ def _description(decoder: DecoderStack, config: PreTrainedConfig) -> DecoderAtte
     reading = Reading(decoder, config, ids_1T.to(next(decoder.parameters()).device))
     spec, calls = _layers(reading)
     placed = bool(rotaries_of(decoder)) or _takes_positions(reading)
-    found = DecoderAttention(spec, calls, takes_positions=placed)
+    found = DecoderAttention(spec, calls, takes_positions=placed, places=_places(decoder, config))
     try:
         found = replace(found, rotations=rotations_of(reading, found))
     except UnsupportedArchitecture as error:
@@ -157,6 +157,16 @@ def _description(decoder: DecoderStack, config: PreTrainedConfig) -> DecoderAtte
     if spec.states:
         return replace(found, spec=replace(spec, state_sizes=sizes), in_pieces=reads_pieces(reading))
     return with_shortcuts(reading, found)
+
+
+def _places(decoder: DecoderStack, config: PreTrainedConfig) -> int | None:
+    """Positions in a decoder's table, in which some begin with one or two of padding; None without a table."""
+    places, words = getattr(config, "max_position_embeddings", None), decoder.get_input_embeddings()
+    if not places or rotaries_of(decoder):
+        return None
+    tables = [m.weight for m in decoder.modules() if isinstance(m, nn.Embedding) and m is not words]
+    known = any(x.dim() == 2 and places <= len(x) <= places + 2 for x in (*tables, *decoder.buffers()))
+    return places if known else None
 
 
 def _takes_positions(reading: Reading) -> bool:

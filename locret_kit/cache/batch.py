@@ -60,6 +60,8 @@ class ForwardOfTexts(Cache, Handler):
         new = [(text, span) for text, span in zip(self.texts, spans, strict=True) if span[0] < span[1]]
         texts = [text for text, _ in new]
         seen = [text.get_seq_length() for text in texts]
+        for (text, (start, end)), before in zip(new, seen, strict=True):
+            text.context.description.check_places(before + end - start)
         self.batch = TextBatch([text.state for text in texts], [span for _, span in new], seen, self.given_X4N)
         self.position_BT = self.batch.positions(B * T, device).view(B, T)
 

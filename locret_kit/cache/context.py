@@ -171,6 +171,7 @@ class Context:
             )
         # Of a model with several parts, the language model alone.
         config, description = text_config(model), describe(model)
+        description.check_places(schedule.prompt_length or 0)
         spec, known = description.spec, bool(description.rotations)
         # Where the rotation is known, the kit rotates: frequencies are then chosen once for the whole prompt.
         scheme = settings.positions or ("compact" if known else "original")

@@ -118,6 +118,7 @@ def checked_arguments(arguments: Arguments, ctx: Context, seen: int, rows: int) 
                 "padded batch a BatchCache"
             )
     _refuse_other_places(seen, tokens, arguments.get("position_ids"))
+    ctx.description.check_places(seen + tokens)
     if not ctx.description.in_pieces and seen and tokens > 1:
         raise ValueError(loses_state(tokens, seen))
     for kind, given in masks.items():

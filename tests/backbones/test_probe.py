@@ -13,6 +13,7 @@ from locret_kit.backbones import probe
 from locret_kit.backbones.libraries import ASKED_FOR_STATES, CACHE
 from locret_kit.backbones.probe import describe
 from locret_kit.backbones.spec import UnsupportedArchitecture, spec_of, text_config
+from locret_kit.cache.batch import BatchCache
 from locret_kit.planning.backbone_sizes import BackboneSizes
 
 
@@ -33,6 +34,25 @@ def test_a_configuration_alone_gives_what_is_measured(name):
     model = tiny_decoder(*rows(Sizes())[name])
     spec, measured = BackboneSizes.of(text_config(model)).spec, describe(model).spec
     assert spec == measured and (spec.states, spec.state_sizes) == (measured.states, measured.state_sizes)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gptj", "bart", "llama"])
+def test_a_text_beyond_a_table_of_positions_is_refused(name):
+    """Where they are computed it is not."""
+    model, ids = tiny_decoder(name, {}, sizes := Sizes(layers=1, context=32)), torch.full((1, 34), 5)
+    assert describe(model).places == (None if name == "llama" else sizes.context)
+    with attach(model), torch.no_grad():
+        cache = BoundedCache(16, "h2o", chunk=8, local_len=2, positions="original")
+        model(ids[:, :32], **{CACHE: cache})
+        batch = BatchCache(16, "h2o", chunk=8, local_len=2)
+        if name in ("gpt2", "opt"):
+            model(ids[:, :32], **{CACHE: batch})
+        long = BoundedCache(16, "h2o", chunk=8, local_len=2, prompt_length=33)
+        for one in (cache, long, *([batch] if batch.texts else [])) if name != "llama" else ():
+            with pytest.raises(
+                ValueError, match=r"a text of 33 tokens must have at most 32, the positions in the model's"
+            ):
+                model(ids[:, :1], **{CACHE: one})
 
 
 def test_norms_after_the_rotation_are_found_once_they_have_weights():
