@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from forked import start, status_of
 from scripts_loaded import ROOT, load_script
 
 
@@ -40,13 +41,17 @@ def test_a_played_run_goes_through_every_program():
     assert done.returncode == 0 and done.stdout.count("tests/support/played_card.py") == 3
 
 
-def test_short_parts_of_the_played_run(capfd):
+def test_short_parts_of_the_played_run(tmp_path):
     """Kernels interpreted and graphs as tapes, in a process of their own; the script itself runs all of them, in minutes."""
-    path = os.pathsep.join(str(ROOT / folder) for folder in ("", "kernels"))
-    program = ROOT / "tests" / "support" / "played_card.py"
-    command = [sys.executable, str(program), "tests/support/graphs_on_cuda.py", "answers", "attention"]
-    assert subprocess.run(command, env={**os.environ, "PYTHONPATH": path}).returncode == 0
-    said = capfd.readouterr().out
+
+    def run() -> int:
+        card = load_script("tests/support/played_card.py")
+        card.play()
+        return card.graphs(["answers", "attention"])
+
+    status = status_of(start(run, tmp_path / "log"))
+    said = (tmp_path / "log").read_text()
+    assert status == 0, said
     assert "graph" in said.splitlines() and "attention by played, heads of 128" in said
     assert said.endswith("all are right\n")
 
