@@ -56,7 +56,9 @@ def test_frequencies_of_longrope_and_a_part_of_the_columns():
 
 
 @pytest.mark.parametrize(
-    ("policy", "positions"), [("recency", "compact"), ("h2o", "clipped(20)"), ("roco", "original")]
+    ("model", "policy", "positions"),
+    [(2, "recency", "compact"), (1, "h2o", "clipped(20)"), (1, "roco", "original")],
+    indirect=["model"],
 )
 def test_fixed_shapes(model, policy, positions):
     """Kernels that read lengths from the device keep the slots that the references keep, and their logits agree."""
@@ -68,7 +70,7 @@ def test_fixed_shapes(model, policy, positions):
             logits = [prefill(model, list(range(2, 2 + LENGTH)), cache)]
             step = GraphDriver(model, cache)
             logits += [step([cache], [5 + token])[0] for token in range(DECODED)]
-        out.append((torch.stack(logits), [cache.kept_positions(layer) for layer in range(2)]))
+        out.append((torch.stack(logits), [cache.kept_positions(layer) for layer in range(len(cache.layers))]))
     (mine, own), (exact, others) = out
     torch.testing.assert_close(mine, exact, rtol=1e-3, atol=1e-3)
     assert all(torch.equal(a, b) for a, b in zip(own, others, strict=True))
