@@ -11,10 +11,12 @@ GOLDEN = json.loads(FILE.read_text())
 
 
 def case(policy, mode):
-    """Kinds of policies run alone and in every second mode, the others in one mode more; with ``--all`` in every one."""
+    """Kinds of policies run alone and in every second mode, the others in one mode more; with ``--all`` in every one.
+    ``test_batch.py`` compares texts of those kinds with each alone."""
     modes = [*MODES][1:]
     turn = modes.index(one_of(modes, policy))
     left = mode != "alone" and (modes.index(mode) - turn) % (2 if policy in (*KINDS, *APART) else len(modes)) != 0
+    left |= mode == "texts" and policy in KINDS
     return pytest.param(policy, mode, marks=[pytest.mark.left] * left)
 
 
