@@ -1,3 +1,4 @@
+import gc
 import io
 import os
 import signal
@@ -65,7 +66,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     commit = config.getoption("--changed")
     config.reaching = None if commit is None else tests_that_reach(changed_since(commit))
-    examples = 100 if config.getoption("--all") else 25
+    examples = 100 if config.getoption("--all") else 15
     # The same examples on every machine, however slow.
     settings.register_profile("locret", deadline=None, derandomize=True, max_examples=examples)
     settings.load_profile("locret")
@@ -89,6 +90,12 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item in chosen]
     last = len(LONGEST)
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else last)
+
+
+def pytest_collection_finish(session):
+    """What is imported stays: no collection of garbage goes through it again, here or in a process that is forked."""
+    gc.collect()
+    gc.freeze()
 
 
 def sample(items):
