@@ -1,10 +1,11 @@
-"""The README's commands, pasted into a shell in a clean copy of the project: the first answer, and one about a file of it."""
+"""The README's commands that answer: the first one pasted into a shell in a clean copy of the project."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,16 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from locret_kit.cli.infer import main
+
 ROOT = Path(__file__).resolve().parents[2]
 BACKBONE = "checkpoints/SmolLM2-135M-Instruct"
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
 LINES = [re.sub(r"( +#.*)?$", "", line) for block in BLOCKS for line in block.splitlines()]
-RUNS = {
-    "bash scripts/demo.sh": (" 1536", ""),
-    'locret-infer SECURITY.md --question "How do I report a vulnerability?"': ("", "privately"),
-}
-"""Commands that answer, each with arguments that make it shorter, and a word of a right answer where it says none itself. Others
-install, or run this test."""
+DEMO, ASKED = "bash scripts/demo.sh", 'locret-infer SECURITY.md --question "How do I report a vulnerability?"'
+"""Commands that answer. Others install, or run this test."""
 
 pytestmark = pytest.mark.backbone
 
@@ -57,12 +56,17 @@ def env(copy, tmp_path) -> dict[str, str]:
 
 
 @pytest.mark.timeout(1200)
-def test_every_command_answers_right(copy, env):
-    """As it stands, but for comments and the length of the demo's text."""
-    assert RUNS.keys() < set(LINES)
-    for line, (shorter, word) in RUNS.items():
-        command = ["bash", "-euo", "pipefail", "-c", line + shorter]
-        done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, f"{line}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
-        expected = re.search(r"expected answer: (\d+)", done.stderr)
-        assert (expected[1] if expected else word) in done.stdout, f"{line}\n{done.stdout}"
+def test_the_demo_answers_right(copy, env):
+    """As it stands, but for the comment and the length of its text."""
+    assert DEMO in LINES
+    done = subprocess.run(["bash", *f"{DEMO} 768".split()[1:]], cwd=copy, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
+    assert re.search(r"expected answer: (\d+)", done.stderr)[1] in done.stdout
+
+
+def test_a_file_of_the_project_is_answered_right(command, monkeypatch):
+    """In this process, which has imported what the command imports."""
+    assert ASKED in LINES
+    monkeypatch.chdir(ROOT)
+    status, said, error = command(main, *shlex.split(ASKED)[1:])
+    assert status == 0 and "privately" in said, f"{said}\n{error}"
