@@ -16,6 +16,7 @@ if [ "${1:-}" != --fast ]; then
         { apt-get -qq update && apt-get -qq install --yes "${missing[@]}"; } >&2 || echo "${missing[*]}: not installed" >&2
     fi
 fi
+unset PYTHONDONTWRITEBYTECODE # each process would compile every module, and each run rewrite all assertions
 ruff check .
 ruff format --check .
 # Types are checked beside the tests. Tests wait for other processes now and then: one more worker than cores.
