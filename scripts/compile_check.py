@@ -1,7 +1,7 @@
 """Compile every kernel for cards that are not here, and print what each takes.
 
-    python scripts/compile_check.py [--arch 80 89 90 120] [--head-size 64 96 128 256] [--every N] [--csv FILE]
-                                               [--kernel NAME ...] [--against FILE]
+    python scripts/compile_check.py [--arch 80 89 90 120] [--head-size 64 96 128 256] [--every N FIRST]
+                                               [--kernel NAME ...] [--csv FILE] [--against FILE]
 
 The cases of ``kernel_cases.py`` run on meta tensors. Where a kernel would be launched, Triton compiles it for the same
 arguments. A kernel above its card's shared memory fails, and so does one that spills. ``--against`` also fails where a row takes
@@ -110,16 +110,17 @@ def launches(D: int) -> list[Launch]:
     return made
 
 
-def table(archs: list[int], head_sizes: list[int], every: int = 1, kernels: Sequence[str] = ()) -> list[Row]:
-    """Every launch, compiled, or those of some ``kernels``; or each ``every``-th one, which reaches all cards and kernels in turn
-    where ``every`` has no factor in common with the number of cards."""
+def table(
+    archs: list[int], head_sizes: list[int], every: int = 1, start: int = 0, kernels: Sequence[str] = ()
+) -> list[Row]:
+    """Every launch, compiled, or those of some ``kernels``; or each ``every``-th one from ``start`` on."""
     first, rows = dict[Row, Launch](), []
     for D in head_sizes:
         for launch in launches(D):
             for row in (launch.row(arch, D) for arch in archs):
                 if not kernels or row.kernel in kernels:
                     first.setdefault(row, launch)
-    for row, launch in [*first.items()][every - 1 :: every]:
+    for row, launch in [*first.items()][start::every]:
         rows.append(Row(*row.key, *launch.compiled(row.arch)))
         print(*rows[-1], sep="\t", flush=True)
     return rows
@@ -164,14 +165,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--arch", type=int, nargs="+", default=[80, 89, 90, 120], choices=sorted(LIMIT_KIB))
     p.add_argument("--head-size", type=int, nargs="+", default=list(common.HEAD_SIZES), choices=list(common.HEAD_SIZES))
-    p.add_argument("--every", type=int, default=1, metavar="N", help="compile each N-th launch only")
+    p.add_argument(
+        "--every",
+        type=int,
+        nargs=2,
+        default=(1, 0),
+        metavar=("N", "FIRST"),
+        help="compile each N-th launch only, from one on",
+    )
     p.add_argument("--kernel", nargs="+", default=[], metavar="NAME", help="these kernels only")
     p.add_argument("--csv", type=Path, help="write the table")
     p.add_argument("--against", type=Path, help="a committed table that no row may be worse than")
     args = p.parse_args(argv)
     if common.INTERPRETED:
         raise SystemExit("compile_check: TRITON_INTERPRET is set, so nothing would be compiled")
-    rows = table(args.arch, args.head_size, args.every, args.kernel)
+    rows = table(args.arch, args.head_size, *args.every, args.kernel)
     if args.csv:
         write(args.csv, rows)
     committed = read(args.against) if args.against else []
