@@ -1,6 +1,5 @@
 """An engine, a server over it, and OpenAI's client: one of each for a file."""
 
-import anthropic
 import openai
 import pytest
 from served import KEYS, running_engine, serving
@@ -20,6 +19,8 @@ def url(engine):
 
 @pytest.fixture
 def claude(url):
+    import anthropic  # 3 seconds of a processor
+
     with anthropic.Anthropic(base_url=url, api_key=KEYS[0], max_retries=0) as made:
         yield made
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import cycle, product
 from typing import Literal
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -240,6 +239,8 @@ def test_a_message(claude, url):
 
 
 def test_a_conversation_with_tools_is_the_same_prompt(claude, url):
+    import anthropic
+
     blocks = [
         {"type": "thinking", "thinking": "hm", "signature": "x"}, {"type": "text", "text": "I look."},
         {"type": "tool_use", "id": "c1", "name": "depth", "input": json.loads(CALL["arguments"])},
