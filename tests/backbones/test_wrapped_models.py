@@ -31,7 +31,7 @@ from locret_kit.serving.engine_thread import EngineThread
 from locret_kit.settings import RunSettings
 from locret_kit.training.module import HeadTraining
 
-IDS, LIMIT = tokens(60), 12
+IDS, LIMIT = tokens(60), 6
 
 
 @pytest.fixture(scope="module", autouse=True)
