@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """What is imported stays: no collection of garbage goes through it again, here or in a process that is forked."""
+    """Keep garbage collections away from what is imported, here and in processes that are forked."""
     gc.collect()
     gc.freeze()
 
