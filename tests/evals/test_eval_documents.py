@@ -167,10 +167,11 @@ def test_the_hub_s_zip_is_read_as_the_tables_name_it(tmp_path, monkeypatch):
     assert task.size == 1 and task.make(Example(task, tiny_tokenizer(), 1000, 0)).answer == ["a"]
 
 
-def test_a_file_of_questions_is_a_task(tmp_path):
+@pytest.mark.parametrize("accepted", ["answers", "answer"])
+def test_a_file_of_questions_is_a_task(tmp_path, accepted):
     """Each of an L-Eval record's instructions is a question; the best of several accepted answers counts."""
     several = {"input": BOOK, "instructions": ["Who?", "When?"], "outputs": ["The baker.", "At noon."]}
-    write(tmp_path, "mine", {"context": BOOK, "question": "Who?", "answers": ["a baker", "Ann"]}, several)
+    write(tmp_path, "mine", {"context": BOOK, "question": "Who?", accepted: ["a baker", "Ann"]}, several)
     path = str(tmp_path / "mine.jsonl")
     (task,) = find_tasks([path])
     requests = [Example(task, tiny_tokenizer(), 512, sample) for sample in range(3)]
@@ -215,10 +216,15 @@ def test_a_conversation_that_ends_with_a_question_is_asked_its_last_answered_one
 
 
 def test_a_file_of_questions_that_is_none_is_refused(tmp_path):
-    write(tmp_path, "mine", {"context": "c", "question": "q", "answer": "a"}, {"summary": "s"})
+    asked, several = {"context": "c", "question": "q"}, {"input": "x", "instructions": ["q"], "outputs": ["a"]}
+    for name, second in (("mine", {"summary": "s"}), ("null", {**asked, "answers": ["a", None]})):
+        write(tmp_path, name, {**asked, "answer": "a"}, second)
+    write(tmp_path, "two", {**several, "answers": ["a", "b"]})
     for names, error, said in (
         (["there/mine.jsonl"], FileNotFoundError, "task=there/mine.jsonl: there is no such file"),
         ([str(tmp_path / "mine.jsonl")], ValueError, r"mine.jsonl: record 1: no known schema has the keys"),
+        ([str(tmp_path / "null.jsonl")], ValueError, r"null.jsonl: record 1: answers=\['a', None\] must be strings"),
+        ([str(tmp_path / "two.jsonl")], ValueError, "two.jsonl: record 0: answers does not say which of the instructions"),
         (["a/mine.jsonl", "fidelity:b/mine.jsonl"], ValueError, "tasks=a/mine.jsonl and b/mine.jsonl have one name"),
     ):
         with pytest.raises(error, match=said):

@@ -326,12 +326,16 @@ def _questions(path: str) -> Iterator[Numbered]:
     """The questions of a file; those of a record share its text."""
     for number, record in enumerate(read_records(path)):
         asked = record.get("instructions")
+        several = next((record[name] for name in ("answers", "answer") if isinstance(record.get(name), list)), [])
         for index in range(len(asked) if isinstance(asked, list) and asked else 1):
             with prefixed_errors(f"{path}: record {number}", ValueError):
                 messages = to_messages(record, index=index)
+                if several and asked:
+                    raise ValueError("answers does not say which of the instructions it is of: one record for each")
+                if not all(isinstance(one, str) for one in several):
+                    raise ValueError(f"answers={several!r:.200} must be strings")
             while messages[-1]["role"] != "assistant":  # a question that the record leaves open
                 messages.pop()
             *before, last = messages
-            several = record.get("answers")
-            accepted = several if isinstance(several, list) and several else [last["content"]]
+            accepted = several or [last["content"]]
             yield number, {"prompt": "\n\n".join(turn["content"] for turn in before), "answer": accepted}
