@@ -59,7 +59,8 @@ def test_a_notebook_runs(path, monkeypatch, capsys):
                 assert names.keys() >= SMALL[path.stem].keys()
                 names.update(SMALL[path.stem])
                 given += 1
-    said = capsys.readouterr().out
+    said, errors = capsys.readouterr()
+    assert "unknown key" not in errors
     wanted = {"read_a_book": "MiB on disk", "new_policy": "mine(power=2.0)", "train_heads": "val/recall"}
     assert given == 1 and wanted.get(path.stem, "difference") in said
 
