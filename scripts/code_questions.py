@@ -14,6 +14,7 @@ from pathlib import Path
 
 from locret_kit.backbones.load import load_tokenizer
 from locret_kit.files import write_text
+from locret_kit.naming import first_line
 from locret_kit.samples.code import HELD_KINDS, WORDINGS, code_text, read_code
 
 
@@ -27,13 +28,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--held", action="store_true", help="kinds of questions that are not trained on")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    tokenizer, files, lines = load_tokenizer(args.model), read_code(args.folder), []
-    for number in range(args.samples):
-        rng = random.Random(f"{args.seed}:{number}")
-        text, asked = code_text(tokenizer, files, args.tokens, rng, HELD_KINDS if args.held else tuple(WORDINGS))
-        fields = {"instructions": [one.question for one in asked], "outputs": [one.value for one in asked]}
-        lines.append(json.dumps({"input": text.rstrip(), **fields}) + "\n")
-    write_text(args.out, "".join(lines))
+    try:
+        tokenizer, files, lines = load_tokenizer(args.model), read_code(args.folder), []
+        for number in range(args.samples):
+            rng = random.Random(f"{args.seed}:{number}")
+            text, asked = code_text(tokenizer, files, args.tokens, rng, HELD_KINDS if args.held else tuple(WORDINGS))
+            fields = {"instructions": [one.question for one in asked], "outputs": [one.value for one in asked]}
+            lines.append(json.dumps({"input": text.rstrip(), **fields}) + "\n")
+        write_text(args.out, "".join(lines))
+    except (ValueError, OSError) as error:
+        print(f"error: {first_line(error)}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -178,7 +178,7 @@ def test_lengths_are_at_most_the_longest():
         config("data.lengths=[100,600]")
 
 
-def test_the_script_writes_records_for_an_evaluation(folder, tmp_path, monkeypatch):
+def test_the_script_writes_records_for_an_evaluation(folder, tmp_path, monkeypatch, capsys):
     script = load_script("scripts/code_questions.py")
     monkeypatch.setattr(script, "load_tokenizer", lambda name: TOKENIZER)
     words = [str(folder), str(tmp_path / "q.jsonl"), "--model", "tiny", "--tokens", "500", "--samples", "3"]
@@ -190,6 +190,8 @@ def test_the_script_writes_records_for_an_evaluation(folder, tmp_path, monkeypat
             assert len(record["instructions"]) == len(record["outputs"]) > 0
             asked = [bool(re.search("exception|decorator|From which module", one)) for one in record["instructions"]]
             assert asked == [bool(held)] * len(asked)
+    assert script.main([*words, "--tokens", "1"]) == 1
+    assert capsys.readouterr().err == "error: n_tokens=1 is too small for a question about code\n"
 
 
 def test_a_function_does_not_return_raise_or_call_what_one_within_it_does(tmp_path):
