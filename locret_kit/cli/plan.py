@@ -66,6 +66,7 @@ def shipped_configs() -> dict[str, dict[str, object]]:
 def run(args: PlanOptions) -> int:
     """Print the plan; returns 0 if it fits. Otherwise raises ValueError with the budget and chunk that would fit."""
     from ..backbones.weight_bits import gguf_types, suffix
+    from ..cache.options import check_reread
     from ..planning.backbone_sizes import BackboneSizes
     from ..planning.inference_plan import Setting
     from ..policies.grammar import parse_policy
@@ -91,6 +92,7 @@ def run(args: PlanOptions) -> int:
     d_hidden = args.d_hidden or int(str(recipe.get("heads.d_hidden", D_HIDDEN)))
     policy = parse_policy(args.policy)
     setting = Setting(args.context, settings, dtype=args.dtype, d_hidden=d_hidden, policy=policy, weight_bits=bits)
+    check_reread(policy, setting.schedule)
     print(
         f"{args.model}: {backbone.parameters / 1e9:.2f}e9 parameters, {args.dtype}{suffix(bits, types)}; cap {show(cap)} "
         f"({args.gpu_memory} less {args.reserve} reserve)"

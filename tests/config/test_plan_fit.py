@@ -145,6 +145,10 @@ def test_a_server_is_planned(capsys):
         ("--model phi3-mini --gpu-memory 1GiB", "gpu_memory=1GiB must be above reserve=1GiB"),
         ("--model llama3.1-8b --gpu-memory 17GiB", "alone take 15.58 GiB; "),
         (
+            "--model phi3-mini --gpu-memory 24GiB --policy rereading-locret --one-shot",
+            "reads the prompt's last tokens twice: ",
+        ),
+        (
             "--model phi3-mini --gpu-memory 24GiB --documents 3",
             "--documents 3 has no effect but in a plan of locret-serve",
         ),
