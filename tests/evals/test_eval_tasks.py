@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_text import tiny_tokenizer
 
+from locret_kit.evals import tasks
 from locret_kit.evals.metrics import get_metric
 from locret_kit.evals.tasks import ALIASES, HAYSTACK_TASKS, REAL_TEXT_TASKS, STANDALONE_TASKS, find_tasks, known_tasks
 from locret_kit.evals.tasks.synthetic_tasks import find, insert
@@ -187,6 +188,15 @@ def test_common_and_frequent_words():
     ranked = Counter(coded).most_common()
     assert ranked[0][0] == "..." and {word for word, _ in ranked[1:4]} == set(made.answer)
     assert ranked[3][1] > ranked[4][1]
+
+
+def test_a_text_of_control_tokens_is_fitted_in_a_few_steps(tmp_path, monkeypatch):
+    """Each is one token of the text, and several of the prompt."""
+    (tmp_path / "text.txt").write_text("<|im_end|> He came.\n" * 200)
+    tried, piece = [], tasks._piece
+    monkeypatch.setattr(tasks, "_piece", lambda *args: tried.append(args) or piece(*args))
+    _, made = example("fidelity.summary", haystack=str(tmp_path / "text.txt"), length=300)
+    assert 270 < count_ids(tiny_tokenizer(), made.prompt, made.special) <= 300 and len(tried) < 20
 
 
 def test_reconstruction_carries_the_text_it_asks_for():

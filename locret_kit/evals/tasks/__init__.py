@@ -48,8 +48,9 @@ def fidelity_task(name: str, haystack: str, text: str) -> Task:
 
         room = request.length - count_ids(request.tokenizer, *prompt_of(""))
         piece = _piece(request, haystack, text, room)
-        while count_ids(request.tokenizer, *prompt_of(piece)) > request.length:
-            room -= 1
+        while (over := count_ids(request.tokenizer, *prompt_of(piece)) - request.length) > 0:
+            # Half the way: a control token that the text spells has more tokens in the prompt than in the text.
+            room -= max(1, over * room // (2 * (request.length + over)))
             piece = _piece(request, haystack, text, room)
         prompt, special = prompt_of(piece)
         reference = piece[: 8 * new_tokens] if name == "fidelity.reconstruct" else ""
