@@ -15,7 +15,9 @@ def main(file: str, *questions: str, budget: int = 512) -> None:
     model, tokenizer = load_backbone("checkpoints/SmolLM2-135M-Instruct")
     heads = RetainingHeads.from_pretrained("checkpoints/smollm2-135m-locret")
     book = Document.read(model, tokenizer, Path(file).read_text(encoding="utf-8"), budget, heads=heads)
-    print(f"{book.tokens} tokens, of which a head holds {budget}: {book.cache.nbytes / 2**20:.0f} MiB")
+    print(
+        f"{book.tokens} tokens, of which a head holds {min(budget, book.tokens)}: {book.cache.nbytes / 2**20:.0f} MiB"
+    )
     for question in questions:
         print(f"\n{question}")
         for piece in book.ask(question, max_new_tokens=32):

@@ -73,6 +73,13 @@ def test_an_example_without_arguments_says_how_it_is_run(name, given, monkeypatc
         runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
 
 
+def test_a_head_holds_no_more_than_the_book(tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("Hello.")
+    load_script("examples/read_book.py").main(str(tmp_path / "short.txt"))
+    tokens, held = re.match(r"(\d+) tokens, of which a head holds (\d+):", capsys.readouterr().out).groups()
+    assert tokens == held
+
+
 def test_the_page_of_the_space_shades_what_the_document_holds():
     app = load_script("examples/space/app.py")
     answer, held, html = app.read_and_ask(TEXT * 8, "What is it?", 64, "lookahead-locret")
