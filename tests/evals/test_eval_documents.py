@@ -224,7 +224,11 @@ def test_a_file_of_questions_that_is_none_is_refused(tmp_path):
         (["there/mine.jsonl"], FileNotFoundError, "task=there/mine.jsonl: there is no such file"),
         ([str(tmp_path / "mine.jsonl")], ValueError, r"mine.jsonl: record 1: no known schema has the keys"),
         ([str(tmp_path / "null.jsonl")], ValueError, r"null.jsonl: record 1: answers=\['a', None\] must be strings"),
-        ([str(tmp_path / "two.jsonl")], ValueError, "two.jsonl: record 0: answers does not say which of the instructions"),
+        (
+            [str(tmp_path / "two.jsonl")],
+            ValueError,
+            "two.jsonl: record 0: answers does not say which of the instructions",
+        ),
         (["a/mine.jsonl", "fidelity:b/mine.jsonl"], ValueError, "tasks=a/mine.jsonl and b/mine.jsonl have one name"),
     ):
         with pytest.raises(error, match=said):
