@@ -326,7 +326,8 @@ def _questions(path: str) -> Iterator[Numbered]:
     """The questions of a file; those of a record share its text."""
     for number, record in enumerate(read_records(path)):
         asked = record.get("instructions")
-        several = next((record[name] for name in ("answers", "answer") if isinstance(record.get(name), list)), [])
+        lists = (one for name in ("answers", "answer") if isinstance(one := record.get(name), list))
+        several: list[Any] = next(lists, [])
         for index in range(len(asked) if isinstance(asked, list) and asked else 1):
             with prefixed_errors(f"{path}: record {number}", ValueError):
                 messages = to_messages(record, index=index)
