@@ -20,6 +20,10 @@ _PREFIX = re.compile(rb"(</?)[\w.-]+:(?=(?:package|manifest|spine|item|itemref)\
 """A prefix of names in an EPUB's list of chapters, of which its converter knows none."""
 
 
+_ENDS = re.compile(rb"</(?:body|html)\s*>", re.IGNORECASE)
+"""Ends of a page, after which the pages of joined files go on: the converter reads the first body alone."""
+
+
 class Refusal(ValueError):
     """A refusal of a document whose words are complete."""
 
@@ -39,9 +43,10 @@ def to_markdown(data: bytes, name: str, suffix: str) -> str:
     from markitdown.converters import DocxConverter, EpubConverter, HtmlConverter
 
     kind = {".docx": DocxConverter, ".epub": EpubConverter}.get(suffix, HtmlConverter)
-    stream = BytesIO(data) if kind is HtmlConverter else stored(data, name)
+    stream = BytesIO(_ENDS.sub(b"", data)) if kind is HtmlConverter else stored(data, name)
+    charset = "iso-2022-jp" if kind is HtmlConverter and b"\x1b$" in data else None  # its bytes are valid UTF-8 too
     plain = dict(escape_asterisks=False, escape_underscores=False)
-    return str(kind().convert(stream, StreamInfo(extension=suffix), **plain).markdown)
+    return str(kind().convert(stream, StreamInfo(extension=suffix, charset=charset), **plain).markdown)
 
 
 def pages_of(data: bytes, name: str, notes: list[str]) -> str:

@@ -112,6 +112,14 @@ def test_a_page_of_the_web(encoding):
     assert read(html(lines, encoding), "a.HTM") == text
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "shift_jis", "iso-2022-jp"])
+def test_pages_of_the_web_one_after_the_other(encoding):
+    """As ``cat`` joins them; and encodings that pages declare, of which one has the bytes of ASCII alone."""
+    pages = [html([words], encoding) for words in ("最初のページ", "次のページ")]
+    whole, parts = read(b"\n".join(pages), "a.html"), [read(page, "a.html") for page in pages]
+    assert whole.startswith(parts[0]) and whole.endswith(parts[1]) and "最初のページ" in parts[0]
+
+
 @pytest.mark.parametrize(("make", "suffix"), [(lambda t: pdf([t]), ".pdf"), (docx, ".docx"), (epub, ".epub")])
 def test_the_content_says_the_format_where_the_name_does_not(make, suffix, tmp_path):
     data = make(["some words"])
