@@ -15,6 +15,8 @@ from .converters import LIMIT
 
 HEADING = "# File: {path}\n"
 """The line above a file; heads are trained with it too (samples/wording.yaml)."""
+OTHERS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
+"""Variables that name another repository than the folder's: git sets them for its hooks."""
 NAMED = 5
 """Files that were left out and are named in the note; the others are counted."""
 
@@ -82,7 +84,8 @@ def _listed(folder: Path) -> Iterator[str]:
 def _git(folder: Path, *words: str) -> str | None:
     """The output of git in a folder; None where it fails."""
     own = "-c", "core.fsmonitor=false"  # a program that the folder's own configuration may name
-    done = subprocess.run(["git", *own, "-C", str(folder), *words], capture_output=True)
+    env = {name: value for name, value in os.environ.items() if name not in OTHERS}
+    done = subprocess.run(["git", *own, "-C", str(folder), *words], capture_output=True, env=env)
     return os.fsdecode(done.stdout) if done.returncode == 0 else None
 
 

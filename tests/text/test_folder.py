@@ -90,6 +90,12 @@ def test_a_folder_that_its_repository_ignores_is_read_where_it_is_named(tmp_path
     assert [*read_folder(tmp_path / "data/a")] == ["# File: b.md\ntwo\n\n"]
 
 
+def test_a_hook_of_git_reads_what_a_shell_reads(tmp_path, monkeypatch):
+    made(tmp_path, {".gitignore": "built/", "a/b.md": "two", "a/built/c.md": "three"}, ["."])
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    assert [*read_folder(tmp_path / "a")] == ["# File: b.md\ntwo\n\n"]
+
+
 @pytest.mark.parametrize("repositories", [["one", "in/two"], [".", "one", "in/two"]])
 def test_repositories_within_a_folder_are_read(tmp_path, repositories):
     files = {"a.md": "a", "in/b.md": "b", "in/two/c.md": "c", "one/d.md": "d", "one/e.log": "e"}
