@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,7 +77,8 @@ def append(target: Path, args: ReadOptions, text: Iterable[str]) -> Done:
 
     document, chosen = open_document(str(target), args)
     before, began = document.cache.get_seq_length(), time.perf_counter()
-    document.append(text, None if args.quiet else progress("read"))
+    source = Path("stdin" if args.file in (None, "-") else str(args.file))
+    document.append(chain([document.text.parting(source)], text), None if args.quiet else progress("read"))
     return document, chosen.names, document.cache.get_seq_length() - before, time.perf_counter() - began
 
 

@@ -130,7 +130,7 @@ class Document:
         return document
 
     def append(self, text: str | Path | Iterable[str], progress: Progress | None = None) -> None:
-        """Add text at the end. After an error or an interrupt the document is unchanged.
+        """Add text at the end, a file's after ``DocumentText.parting``. After an error or an interrupt the document is unchanged.
 
         Raises:
             CannotFork: the longer document must be read from the beginning, but the text is not in the file.
@@ -138,6 +138,8 @@ class Document:
         """
         refuse_name(text)
         longer = self.text.copy()
+        if isinstance(text, Path):
+            longer.feed(longer.parting(text))
         if not longer.feed(text):
             raise ValueError("the text that is appended has no words")
         self._go_on(longer, progress)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from ..naming import last_part
+from ..text.folder import HEADING
 from ..text.template import Objects, has_template, render_messages, render_prompt
 from ..text.tokens import IdStream
 from ..text.untrusted import defused_pieces
@@ -102,6 +104,14 @@ class DocumentText:
             words = words or bool(piece.strip())
             self.stream.feed(piece)
         return words
+
+    def parting(self, file: Path) -> str:
+        """Text between this and a file or folder that follows: a blank line where a line's end is missing, as after converted
+        texts; after a folder's files also a heading, below which evidence counts lines."""
+        end, begin = self.stream.text[-2:], str(self.tokenizer.decode(self.ids[self.start :][:16]))
+        heading = begin.startswith(HEADING[:8]) and not file.is_dir()
+        blank = end != "\n\n" and (heading or file.is_dir() or not end[-1:].isspace())
+        return "\n\n" * blank + HEADING.format(path=last_part(str(file))) * heading
 
     def ids_before(self, after: str) -> array[int]:
         """Token ids of the document and the text ``after`` it; zeros for unknown ids."""

@@ -151,6 +151,13 @@ def test_appending_equals_reading_it_all(use, book, tmp_path):
     assert err.endswith("--budget 64 has no effect with --append: the document keeps its settings\n")
 
 
+def test_appended_text_joins_no_word(use):
+    words = "-o", "{out}/a.locret"
+    assert use("read", *words, "--ckpt", "heads", *RUN, stdin="They came in")[0] == 0
+    assert use("read", *words, "--append", stdin="Who?")[0] == 0
+    assert json.loads(use("info", words[1], "--json")[1])["document"]["open"].endswith("They came in\n\nWho?")
+
+
 def test_a_file_that_is_there_is_not_replaced_unasked(use, book):
     before = book.read_bytes()
     again = ("read", "long.txt", "-o", str(book), "--ckpt", "heads", *RUN)

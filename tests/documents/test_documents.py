@@ -139,6 +139,18 @@ def test_appended_text_is_read_as_if_it_had_been_there(policy, bits):
     assert same(document.ask(QUESTIONS[0], max_new_tokens=6), expected)
 
 
+@pytest.mark.parametrize(
+    ("text", "more"),
+    [("The boats", "\n\nnets"), ("The boats\n", "nets"), ("# File: a.py\nboats\n", "\n\n# File: more.txt\nnets")],
+)
+def test_a_file_is_appended_on_a_line_of_its_own(text, more, tmp_path):
+    """After the files of a folder it has a heading as they have."""
+    (tmp_path / "more.txt").write_text("nets")
+    document = read("llama", "streaming", text)
+    document.append(tmp_path / "more.txt")
+    assert document.tokenizer.decode(document.ids[document.span[0] :]) == text + more
+
+
 @pytest.mark.parametrize("policy", ["locret", "h2o", "ada-locret", "merge", "expected-attention(future=9)"])
 def test_without_its_text_a_document_answers_alike(policy, tmp_path):
     """Rows after the last boundary were read in other pieces: equal to rounding."""
