@@ -11,14 +11,14 @@ from pathlib import Path
 
 from ..files import POINTER, read_utf8
 from ..naming import valid_unicode
-from .converters import LIMIT
+from .converters import ENCODED, LIMIT, is_encoded
 
 HEADING = "# File: {path}\n"
 """The line above a file; heads are trained with it too (samples/wording.yaml)."""
 OTHERS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
 """Variables that name another repository than the folder's: git sets them for its hooks."""
 NAMED = 5
-"""Files that were left out and are named in the note; the others are counted."""
+"""Files that a note names; the others are counted."""
 
 
 def read_folder(
@@ -32,7 +32,7 @@ def read_folder(
     Args:
         include: patterns as of a shell, such as ``*.py`` or ``src/**/*.py``, for a file's name or its path in the folder; none
             takes all.
-        note: called with one line at most, after the last piece.
+        note: called after the last piece, with a line each for files that are left out and for those that hold base64.
 
     Raises:
         ValueError: no file of the folder is text, or matches ``include``. OSError: it cannot be read.
@@ -42,20 +42,27 @@ def read_folder(
     chosen = [path for path in every if not include or any(_matches(path, pattern) for pattern in include)]
     if every and not chosen:
         raise ValueError(f"include={' '.join(include)!r} matches none of the {len(every)} files in {folder}")
-    left_out, texts = [], 0
+    left_out, encoded, texts = [], [], 0
     for path in chosen:
         if (text := _text(folder / path)) is None:
             left_out.append(path)
         elif text.strip():
             texts += 1
+            encoded += [path] * is_encoded(text)
             name = valid_unicode(path)  # halves of surrogate pairs have no tokens
             yield f"{HEADING.format(path=name)}{text.rstrip()}\n\n"
     if not texts:
         among = f" among {len(chosen)}" if chosen else ", or git ignores all"
         raise ValueError(f"{folder} has no file with text{among}")
     if left_out:
-        more = f" and {len(left_out) - NAMED} more" if len(left_out) > NAMED else ""
-        note(f"{folder}: left out, since they are not plain text: {', '.join(left_out[:NAMED])}{more}")
+        note(f"{folder}: left out, since they are not plain text: {_names(left_out)}")
+    if encoded:
+        note(f"{folder}: {_names(encoded)}: {ENCODED}")
+
+
+def _names(paths: list[str]) -> str:
+    """The first paths, and the number of the others."""
+    return ", ".join(paths[:NAMED]) + (f" and {len(paths) - NAMED} more" if len(paths) > NAMED else "")
 
 
 def _listed(folder: Path) -> Iterator[str]:

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from locret_kit.cli.command import text_of, title_of
+from locret_kit.text.converters import ENCODED
 from locret_kit.text.folder import read_folder
 from locret_kit.text.reader import read_document
 
@@ -138,6 +139,13 @@ def test_more_files_than_are_named(tmp_path):
     notes = []
     assert [*read_folder(tmp_path, note=notes.append)] == ["# File: a.txt\nwords\n\n"]
     assert notes[0].endswith("0.bin, 1.bin, 2.bin, 3.bin, 4.bin and 3 more")
+
+
+def test_base64_in_a_file_is_told(tmp_path):
+    """As of pictures in notebooks."""
+    made(tmp_path, {"a.md": "words", "b.ipynb": "Ab1/" * 600})
+    notes = []
+    assert len([*read_folder(tmp_path, note=notes.append)]) == 2 and notes == [f"{tmp_path}: b.ipynb: {ENCODED}"]
 
 
 def test_commands_and_documents_take_a_folder(folder, capsys, monkeypatch):
