@@ -27,13 +27,16 @@ from ..policies.grammar import parse_policy
 from ..policies.registry import UNTRAINED, Stabilizers
 from ..runtime.session import Sampling, reading_time
 from ..settings import RunSettings, read_protect, too_few
-from ..text.template import protected_spans, set_defaults
+from ..text.template import before_arguments, protected_spans, render_prompt, set_defaults
 from ..text.untrusted import Span
 
 ASKED = "rereading-locret"
 """The default policy with the demo's heads, if the text is read only for its questions."""
 
 
+LATE = (
+    "warning: the chat template has its arguments before the text, which stays as it was read: read it again with them"
+)
 MANY_WINDOWS = 4
 """Windows of the model beyond which single facts of a text are often missed, whatever the budget."""
 
@@ -228,4 +231,10 @@ def open_document(
         raise FileNotFoundError(f"{error}. {path} was read with {theirs}: {advice}") from error
     needed = chosen.heads if saved.heads else None
     document = Document.load(path, loaded, tokenizer, needed, args.policy, force=force)
-    return document, replace(chosen, policy=document.cache.policy)
+    warnings = chosen.warnings
+    if document.chat_template and render_prompt(tokenizer, "")[0] not in (
+        document.text.before,
+        before_arguments(tokenizer),
+    ):
+        warnings += (LATE,)
+    return document, replace(chosen, policy=document.cache.policy, warnings=warnings)

@@ -230,6 +230,15 @@ def set_defaults(tokenizer, given: str | None = None, think: bool | None = None,
     setattr(tokenizer, DEFAULTS, made)
 
 
+def before_arguments(tokenizer) -> str:
+    """The text before a document, without the arguments of ``set_defaults``."""
+    given = vars(tokenizer).pop(DEFAULTS, {})
+    try:
+        return render_prompt(tokenizer, "")[0]
+    finally:
+        setattr(tokenizer, DEFAULTS, given)
+
+
 def has_template(tokenizer) -> bool:
     """Whether the tokenizer has a chat template."""
     return getattr(tokenizer, "chat_template", None) is not None

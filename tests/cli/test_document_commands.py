@@ -13,7 +13,7 @@ import pytest
 from browser import BROWSER, BROWSERS, browsing
 from safetensors import safe_open
 from tiny_heads import save_tiny_heads
-from tiny_tokenizer import TEXT, save_tiny_backbone, tiny_tokenizer
+from tiny_tokenizer import TEMPLATE, TEXT, save_tiny_backbone, tiny_tokenizer
 
 from locret_kit import Document
 from locret_kit.backbones import demo
@@ -221,6 +221,17 @@ def test_arguments_of_a_template_that_a_document_does_not_use_are_refused(use):
     assert use("read", "more.txt", "-o", "{out}/a.locret", "--ckpt", "heads", *RUN, "--no-chat")[0] == 0
     said = use("ask", "{out}/a.locret", "Who?", "--template-kwargs", "{}")[::2]
     assert said == (1, "locret-ask: --template-kwargs {} has no effect on a document that was read with --no-chat\n")
+
+
+def test_arguments_that_a_template_has_before_the_text_are_read_with_it(use, tmp_path):
+    tokenizer, kwargs = tiny_tokenizer(), '{"effort": "%s"}'
+    tokenizer.chat_template = "{{ effort }}" + TEMPLATE
+    tokenizer.save_pretrained(save_tiny_backbone(tmp_path / "backbone"))
+    words = "{out}/a.locret", "--model", "{out}/backbone", "--template-kwargs"
+    assert use("read", "more.txt", "-o", *words, kwargs % "high", "--policy", "h2o", *RUN)[0] == 0
+    for effort, told in (("high", False), ("low", True)):
+        status, _, err = use("ask", *words, kwargs % effort, "--question", "Who?", "--max-new-tokens", "1")
+        assert status == 0 and ("before the text, which stays as it was read" in err) == told
 
 
 def test_a_pipe_that_is_named_as_a_file_has_no_title(use, tmp_path):
