@@ -20,6 +20,8 @@ _PREFIX = re.compile(rb"(</?)[\w.-]+:(?=(?:package|manifest|spine|item|itemref)\
 """A prefix of names in an EPUB's list of chapters, of which its converter knows none."""
 
 
+MARKS = b"\xff\xfe", b"\xfe\xff"
+"""First bytes of text in UTF-16."""
 _ENDS = re.compile(rb"</(?:body|html)\s*>", re.IGNORECASE)
 """Ends of a page, after which the pages of joined files go on: the converter reads the first body alone."""
 
@@ -43,10 +45,12 @@ def to_markdown(data: bytes, name: str, suffix: str) -> str:
     from markitdown.converters import DocxConverter, EpubConverter, HtmlConverter
 
     kind = {".docx": DocxConverter, ".epub": EpubConverter}.get(suffix, HtmlConverter)
-    stream = BytesIO(_ENDS.sub(b"", data)) if kind is HtmlConverter else stored(data, name)
-    charset = "iso-2022-jp" if kind is HtmlConverter and b"\x1b$" in data else None  # its bytes are valid UTF-8 too
+    if kind is HtmlConverter:  # bytes of other encodings that may be valid UTF-8 too
+        other = "utf-16" if data.startswith(MARKS) else "iso-2022-jp" if b"\x1b$" in data else None
+        data = _ENDS.sub(b"", data if other is None else data.decode(other).encode())
+    stream = BytesIO(data) if kind is HtmlConverter else stored(data, name)
     plain = dict(escape_asterisks=False, escape_underscores=False)
-    return str(kind().convert(stream, StreamInfo(extension=suffix, charset=charset), **plain).markdown)
+    return str(kind().convert(stream, StreamInfo(extension=suffix), **plain).markdown)
 
 
 def pages_of(data: bytes, name: str, notes: list[str]) -> str:

@@ -26,7 +26,7 @@ from zipfile import ZipFile
 from ..files import POINTER, read_utf8
 from ..naming import first_line
 from ..processes import python
-from .converters import ENCODED, LACKS, LIMIT, PAGE, Refusal, is_encoded, pages_of, to_markdown
+from .converters import ENCODED, LACKS, LIMIT, MARKS, PAGE, Refusal, is_encoded, pages_of, to_markdown
 from .folder import read_folder
 
 BREAKS = re.compile("[\u00ad\u2060\ufeff]|(?<![\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u1a20-\u1aaf])\u200b")
@@ -43,8 +43,7 @@ _FOREIGN = (
     (b"{\\rtf", "a rich-text file: save it as .docx"),
     (b"\x89PNG", "an image: run OCR first, such as ocrmypdf"),
     (b"\xff\xd8\xff", "an image: run OCR first, such as ocrmypdf"),
-    (b"\xff\xfe", "text in UTF-16: save it as UTF-8"),
-    (b"\xfe\xff", "text in UTF-16: save it as UTF-8"),
+    *((mark, "text in UTF-16: save it as UTF-8") for mark in MARKS),
     (POINTER, "a Git LFS pointer in place of the content: run git lfs pull"),
 )
 """First bytes of formats that are not read, and what their owner is told."""
@@ -150,7 +149,7 @@ def _format(data: bytes, suffix: str) -> str:
     """The format of the bytes: '.pdf', '.docx', '.epub', words for a format that is not read, or '' for text."""
     if data.startswith(b"%PDF-") or (suffix == ".pdf" and b"%PDF-" in data[: 1 << 16]):
         return ".pdf"
-    if suffix in PAGES and data.startswith((b"\xff\xfe", b"\xfe\xff")):
+    if suffix in PAGES and data.startswith(MARKS):
         return ""  # its mark is its encoding
     if data.startswith(b"PK\x03\x04"):
         with ZipFile(BytesIO(data)) as archive:

@@ -112,6 +112,12 @@ def test_a_page_of_the_web(encoding):
     assert read(html(lines, encoding), "a.HTM") == text
 
 
+@pytest.mark.parametrize("mark, encoding", [(b"", "utf-16"), (b"\xfe\xff", "utf-16-be")])
+def test_a_page_in_utf16(mark, encoding):
+    """Its bytes are valid UTF-8 where it has letters of ASCII alone."""
+    assert "\n\nplain words\n\n" in read(mark + html(["plain words"], encoding), "a.html")
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "shift_jis", "iso-2022-jp"])
 def test_pages_of_the_web_one_after_the_other(encoding):
     """As ``cat`` joins them; and encodings that pages declare, of which one has the bytes of ASCII alone."""
