@@ -21,7 +21,7 @@ from ..config.infer_options import CHAT, ChatOptions
 from ..files import write_text
 from ..naming import first_line, nearest
 from ..settings import RunSettings
-from .command import CONTROLS, check_target, collapse, entry, evidence_lines, install_hint, progress, text_of, to_stdout
+from .command import check_target, collapse, entry, evidence_lines, install_hint, note, progress, text_of, to_stdout
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -145,7 +145,7 @@ class Screen:
 
     def note(self, text: str) -> None:
         """Say something that is no answer."""
-        print(text.translate(CONTROLS), file=sys.stderr, flush=True)
+        note(text)
 
     def complain(self, text: str) -> None:
         """Say an error."""

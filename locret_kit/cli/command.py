@@ -157,8 +157,8 @@ to_stdout = partial(print, end="", flush=True)
 
 
 def note(line: object) -> None:
-    """Say something that is no answer, on stderr."""
-    print(line, file=sys.stderr, flush=True)
+    """Say something that is no answer, on stderr; a name in it may hold control characters."""
+    print(str(line).translate(CONTROLS), file=sys.stderr, flush=True)
 
 
 def warn(line: str) -> None:

@@ -149,8 +149,9 @@ def test_base64_in_a_file_is_told(tmp_path):
 
 
 def test_commands_and_documents_take_a_folder(folder, capsys, monkeypatch):
+    (folder / "\x1b[2J.bin").write_bytes(b"\0")
     assert "".join(text_of(str(folder))) == "".join(READ)
-    assert capsys.readouterr().err.startswith(f"warning: {folder}: left out")
+    assert capsys.readouterr().err.startswith(f"warning: {folder}: left out, since they are not plain text: [2J.bin, ")
     with pytest.warns(UserWarning, match="left out"):
         assert read_document(folder) == "".join(READ)
     monkeypatch.chdir(folder)
