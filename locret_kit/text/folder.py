@@ -69,13 +69,16 @@ def _listed(folder: Path) -> Iterator[str]:
     """Paths of the files in a folder and in repositories within it, with slashes. Where git is missing, ``.gitignore`` is not
     read."""
     if shutil.which("git"):
-        where: tuple[str, ...] = ()
+        where, root = tuple[str, ...](), folder.resolve()
         with tempfile.TemporaryDirectory() as empty:
             # git reads .gitignore without a repository of the folder's own, too. One that ignores the folder says nothing of it.
-            inside = _git(folder, "rev-parse", "--is-inside-work-tree") == "true\n"  # not in a bare one, nor in .git
-            if not inside or _git(folder, "check-ignore", "--quiet", ".") is not None:
-                _git(folder, "init", "--quiet", "--bare", empty)
-                where = (f"--git-dir={empty}", f"--work-tree={folder.resolve()}")
+            _git(folder, "init", "--quiet", "--bare", empty)
+            if _git(folder, "rev-parse", "--is-inside-work-tree") != "true\n":
+                # A bare repository, .git, or another user's, which git refuses: its rules hold too.
+                tops = (up for up in (root, *root.parents) if (up / ".git").exists() and ".git" not in root.parts)
+                where = (f"--git-dir={empty}", f"--work-tree={next(tops, root)}")
+            if _git(folder, *where, "check-ignore", "--quiet", ".") is not None:
+                where = (f"--git-dir={empty}", f"--work-tree={root}")
             words = "ls-files", "-z", "--cached", "--others", "--exclude-standard"
             paths = (_git(folder, *where, *words) or "").split("\0")
     else:

@@ -91,9 +91,11 @@ def test_a_folder_that_its_repository_ignores_is_read_where_it_is_named(tmp_path
     assert [*read_folder(tmp_path / "data/a")] == ["# File: b.md\ntwo\n\n"]
 
 
-def test_a_hook_of_git_reads_what_a_shell_reads(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["GIT_DIR", "GIT_TEST_ASSUME_DIFFERENT_OWNER"])
+def test_hooks_of_git_and_other_users_read_what_a_shell_reads(tmp_path, monkeypatch, name):
+    """git refuses a repository of another user, as a container's root has one."""
     made(tmp_path, {".gitignore": "built/", "a/b.md": "two", "a/built/c.md": "three"}, ["."])
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    monkeypatch.setenv(name, str(tmp_path / ".git") if name == "GIT_DIR" else "1")
     assert [*read_folder(tmp_path / "a")] == ["# File: b.md\ntwo\n\n"]
 
 
