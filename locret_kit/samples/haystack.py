@@ -25,7 +25,7 @@ from ..backbones.index import INSTALLED
 from ..files import read_utf8
 from ..naming import check_name, prefixed_errors
 from ..text.tokens import encode
-from .records import SUFFIXES, read_records
+from .records import SUFFIXES, files_below, read_records
 
 JARGON = (INSTALLED / "data" / "jargon.txt.gz", Path("/usr/share/doc/jargon-text/jargon.txt.gz"))
 """Places of the Jargon File 4.4.7: in the repository, and where Debian's package has the same bytes."""
@@ -151,11 +151,9 @@ def _pydoc() -> str:
 
 
 def _folder(path: Path) -> str:
-    """The records below a folder; where there are none, its text files. What is hidden is neither."""
-    places = ((file, file.relative_to(path).parts) for file in path.rglob("*") if file.is_file())
-    files = sorted(file for file, parts in places if not any(part.startswith(".") for part in parts))
-    texts = [file for file in files if file.name.endswith(TEXTS)]
-    if not texts or any(file.suffix in SUFFIXES for file in files):
+    """The records below a folder; where there are none, its text files."""
+    texts = files_below(path, TEXTS)
+    if not texts or files_below(path, SUFFIXES):
         return _inputs(path)
     return "\n\n".join(_read(file).strip() for file in texts)
 

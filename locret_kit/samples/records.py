@@ -32,8 +32,8 @@ ROLES |= {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "
 def read_records(
     source: str | Path, *, split: str = "train", broken: Callable[[str], object] | None = None
 ) -> Iterator[dict]:
-    """Records of a local .json, .jsonl or .parquet file, of a folder of such files (by name, recursively), of a
-    folder saved by ``datasets``, or of a Hub data set, which is streamed.
+    """Records of a local .json, .jsonl or .parquet file, of a folder of such files (``files_below``), of a folder
+    saved by ``datasets``, or of a Hub data set, which is streamed.
 
     Args:
         source: a path, or a Hub id such as "Yukang/LongAlpaca-12k".
@@ -49,7 +49,7 @@ def read_records(
     if any(all((path / name).is_file() for name in names) for names in SAVED):
         return _read_saved(path, split)
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+        files = files_below(path, SUFFIXES)
         if not files:
             raise FileNotFoundError(f"source={source} has no {', '.join(SUFFIXES)} file")
         return (record for file in files for record in _read_file(file, broken))
@@ -60,6 +60,12 @@ def read_records(
     if path.suffix in SUFFIXES or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(source)) or str(source).startswith("."):
         raise FileNotFoundError(f"source={source} does not exist, and is no id of a Hub data set (owner/name)")
     return _read_hub(str(source), split)
+
+
+def files_below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
+    """Files with some endings in a folder and its folders, by name. Hidden ones are left out."""
+    found = (file for file in folder.rglob("*") if file.name.endswith(endings) and file.is_file())
+    return sorted(file for file in found if not any(part[0] == "." for part in file.relative_to(folder).parts))
 
 
 def to_messages(record: dict, *, index: int = 0) -> list[dict]:

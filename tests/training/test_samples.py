@@ -142,6 +142,9 @@ def test_read_files(tmp_path):
     (tmp_path / "c.json").write_text("\n".join(json.dumps(row) for row in rows))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
     (tmp_path / "readme.txt").write_text("no records")
+    (tmp_path / ".settings").mkdir()
+    for hidden in ("._a.jsonl", ".settings/a.json"):  # of macOS, of an editor
+        (tmp_path / hidden).write_bytes(b"\xff")
     for name in ("a.json", "b.jsonl", "c.json", "d.parquet"):
         assert list(read_records(tmp_path / name)) == rows
     assert list(read_records(str(tmp_path))) == rows * 4
@@ -242,6 +245,7 @@ def test_load_text(tmp_path, monkeypatch):
     assert haystack.load_text("pydoc").count(" the ") > 1000
     (tmp_path / "a.jsonl").write_text('{"input": "one"}\n{"input": "two"}\n')
     (tmp_path / "t.txt.gz").write_bytes(gzip.compress("zipped é".encode()))
+    (tmp_path / "._a.jsonl").write_bytes(b"\xff")
     assert haystack.load_text(tmp_path / "a.jsonl") == haystack.load_text(tmp_path) == "one\n\ntwo"
     monkeypatch.setenv("LOCRET_JARGON", str(tmp_path / "t.txt.gz"))
     assert haystack.load_text("jargon") == "zipped é"
