@@ -174,13 +174,13 @@ class HeadTraining(FrozenTraining):
         )
 
     def _begin_with(self, source: str) -> None:
-        """Copy the weights of other heads of the same backbone, width and unit."""
+        """Copy the weights of other heads of the same backbone, width and unit; to a loss of one's own any unit will do."""
         with prefixed_errors(f"heads.init={source}", ValueError, OSError):
             heads = RetainingHeads.from_pretrained(source, backbone=self.cfg.backbone.model)
             heads.check_backbone(self.spec)
         for key, name in (("d_hidden", "heads.d_hidden"), ("target", "target.kind")):
             mine, theirs = getattr(self.heads.config, key), getattr(heads.config, key)
-            if mine != theirs:
+            if mine != theirs and not (key == "target" and mine != self.cfg.target.kind):
                 raise ValueError(f"heads.init={source} has {name}={theirs}, not {mine}")
         self.heads.load_state_dict(heads.state_dict())
 

@@ -17,7 +17,7 @@ from locret_kit.policies.base import Entry
 from locret_kit.policies.grammar import parse_loss
 from locret_kit.policies.methods.locret import Cis
 from locret_kit.policies.registry import load_plugin
-from locret_kit.training.module import unit_of
+from locret_kit.training.module import HeadTraining, unit_of
 
 TINY = ["recipe=tiny", "backbone.model=any"]
 PLUGIN = """
@@ -86,6 +86,16 @@ def test_a_run_learns_by_a_loss_from_a_file(backbone, tmp_path, capsys):
 def test_the_unit_of_scores_is_said():
     words = ("target.kind=logit", "target.kind=log_prob", "loss.kind=smooth_l1(beta=0.5)")
     assert [unit_of(load_config([*TINY, word])) for word in words] == ["logit", "log_prob", "log_prob"]
+
+
+@pytest.mark.parametrize("unit", ["logit", "log_prob"])
+def test_a_loss_of_ones_own_begins_with_heads_of_either_unit(tmp_path, unit):
+    load_plugin(plugin(tmp_path, f"own-{unit}"))
+    given = [*TINY, "target.kind=log_prob", f"loss.kind=own-{unit}", f"heads.init={tmp_path / 'first'}"]
+    first = RetainingHeads(HeadsConfig.for_backbone(spec_of(tiny_model("llama").config), "tiny", 16, target=unit))
+    first.save_pretrained(tmp_path / "first")
+    begun = HeadTraining(tiny_model("llama"), load_config(given)).heads
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), begun.parameters(), strict=True))
 
 
 def test_heads_of_a_form_that_there_was_are_refused(tmp_path):
