@@ -96,10 +96,14 @@ def rank_of(name: str) -> tuple[float, int]:
     return float(recall), int(step)
 
 
+def kept_in(folder: Path) -> list[str]:
+    """Names of the whole heads in the folder ``best`` of a training. A full disk or a kill leaves a folder without weights."""
+    return [one.name for one in folder.glob("*") if KEPT.match(one.name) and (one / WEIGHTS).is_file()]
+
+
 def best_of(folder: Path) -> Path:
-    """The best whole heads in the folder ``best`` of a training; another folder itself."""
-    names = [one.name for one in folder.iterdir() if KEPT.match(one.name) and (one / WEIGHTS).is_file()]
-    return folder / max(names, key=rank_of) if names else folder
+    """The best heads in the folder ``best`` of a training; another folder itself."""
+    return folder / max(names, key=rank_of) if (names := kept_in(folder)) else folder
 
 
 def read_checkpoint(source: Path | str, **access: Unpack[hub.Access]) -> Stored:

@@ -28,7 +28,7 @@ from ..cache.attend import attend_text
 from ..cis import SmoothL1, cis_loss, cis_target, top_recall
 from ..config.train_options import TrainConfig
 from ..files import write_json
-from ..heads import KEPT, HeadsConfig, RetainingHeads, rank_of
+from ..heads import HeadsConfig, RetainingHeads, kept_in, rank_of
 from ..naming import prefixed_errors
 from ..policies.grammar import parse_loss
 from ..samples import Sample
@@ -283,7 +283,7 @@ class KeepBest(Callback):
             return
         # The first process's: others may round otherwise, and all have to gather.
         mine = trainer.strategy.broadcast(f"recall={recall:.4f}-step={trainer.global_step}")
-        best = sorted({*self._kept(), mine}, key=rank_of)[-self.keep :]
+        best = sorted({*kept_in(self.folder), mine}, key=rank_of)[-self.keep :]
         if mine in trainer.strategy.broadcast(best):
             heads = gather(trainer)
             if isinstance(heads, RetainingHeads):
@@ -292,8 +292,5 @@ class KeepBest(Callback):
                 data = cast(SampleModule, trainer.datamodule)  # type: ignore[attr-defined]
                 write_json(folder / TRAINING, trained_with(module.cfg, data.set_aside, trainer.global_step, recall))
         if trainer.is_global_zero:
-            for name in set(self._kept()) - set(best):
+            for name in set(kept_in(self.folder)) - set(best):
                 shutil.rmtree(self.folder / name)
-
-    def _kept(self) -> list[str]:
-        return [path.name for path in self.folder.glob("*") if KEPT.match(path.name)]

@@ -76,3 +76,13 @@ def test_heads_are_gathered_by_all_processes_whatever_they_measured(tmp_path, mo
     own = SimpleNamespace(validated={"val/recall": 0.4999})
     module.KeepBest(tmp_path, 1, torch.float32).on_validation_end(trainer, own)
     assert gathered == [trainer]
+
+
+def test_heads_that_were_half_written_keep_no_others_out(tmp_path, monkeypatch):
+    (tmp_path / "recall=0.9000-step=1").mkdir()
+    gathered, strategy = [], SimpleNamespace(broadcast=lambda mine: mine)
+    trainer = SimpleNamespace(global_step=2, is_global_zero=True, strategy=strategy)
+    monkeypatch.setattr(module, "gather", gathered.append)
+    own = SimpleNamespace(validated={"val/recall": 0.5})
+    module.KeepBest(tmp_path, 1, torch.float32).on_validation_end(trainer, own)
+    assert gathered == [trainer]
