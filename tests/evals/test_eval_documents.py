@@ -134,9 +134,11 @@ def test_summaries_and_likelihood_of_short_texts(tmp_path):
 
 @pytest.mark.parametrize("shard", ["train-{:05}-of-00002", "train-{:05}-of-00002-0b1c2d", "train/{:04}"])
 def test_all_shards_of_the_hub_s_layout_are_read_in_order(tmp_path, shard):
-    """OpenWebText's only split is 'train'."""
+    """OpenWebText's only split is 'train'. Hidden files are none of it."""
     folder = tmp_path / "openwebtext" / "plain_text"
-    (folder / "train").mkdir(parents=True)
+    for place in (folder / "train", tmp_path / ".cache", folder / ".cache"):
+        place.mkdir(parents=True)
+        write(place, "openwebtext" if place.parent == tmp_path else "._train", {"text": "hidden"})
     for number in (1, 0):
         write(folder, shard.format(number), *({"text": f"Text {2 * number + i}. {BOOK}"} for i in range(2)))
     task = example("openwebtext", tmp_path)[0]

@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from ...naming import first_line, last_part, prefixed_errors
-from ...samples.records import SUFFIXES, read_records, to_messages
+from ...samples.records import SUFFIXES, files_below, read_records, to_messages
 from ...text.tokens import encode
 from ...text.untrusted import Span
 from ..metrics import Answer, Extra, get_metric
@@ -143,13 +143,13 @@ def _find_files(entry: TaskEntry, folder: Path, split: str | None) -> list[Path]
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"data={folder} is no folder")
-    for path in sorted(folder.rglob(f"{entry.file}*")) if split is None else ():
-        if path.is_file() and path.suffix in SUFFIXES and path.stem == entry.file:
+    for path in files_below(folder, SUFFIXES) if split is None else ():
+        if path.stem == entry.file:
             return [path]
     split = split or entry.hub.get("split", "test")
     named = [path for path in (folder, *sorted(folder.rglob(entry.file))) if path.is_dir() and path.name == entry.file]
     for place in (place for path in named for place in (path / entry.hub.get("name", ""), path)):
-        files = [path for path in sorted(place.rglob("*")) if path.suffix in SUFFIXES]
+        files = files_below(place, SUFFIXES)
         of_split = [path for path in files if path.name.startswith(split) or path.parent.name == split]
         if of_split:
             return [path for path in of_split if _series(path) == _series(of_split[0])]
