@@ -71,6 +71,9 @@ class FrozenTraining(L.LightningModule, ABC):
     def backbone(self) -> PreTrainedModel:
         return self._backbone[0]
 
+    def begin(self) -> None:
+        """Load the first weights, where no checkpoint has later ones."""
+
     @abstractmethod
     def export(self, trained: nn.Module, out: Path) -> Path:
         """Write the trained module for inference; returns its folder."""

@@ -246,6 +246,8 @@ def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, saves: SaveEvery
     size = f"pool.slots={cfg.pool.slots}" if cfg.trains == "pool" else f"heads.d_hidden={cfg.heads.d_hidden}"
     try:
         module = TRAININGS[cfg.trains](backbone, cfg)
+        if resume is None:
+            module.begin()
     except RuntimeError as error:
         if "DefaultCPUAllocator" not in str(error):
             raise

@@ -166,15 +166,15 @@ class HeadTraining(FrozenTraining):
         for head, window in zip(self.heads.layers, self.spec.windows, strict=True):
             if window is not None:  # never evicted from, so nothing trains it: zeros pack to nothing
                 head.load_state_dict({name: torch.zeros_like(weight) for name, weight in head.state_dict().items()})
-        if cfg.heads.init is not None:
-            self._begin_with(cfg.heads.init)
         self._dtype: torch.dtype = getattr(torch, cfg.heads.dtype_saved)
         self._loss = partial(
             cis_loss, loss=parse_loss(cfg.loss.kind), smoothing=cfg.loss.smoothing, top_weight=cfg.loss.top_weight
         )
 
-    def _begin_with(self, source: str) -> None:
+    def begin(self) -> None:
         """Copy the weights of other heads of the same backbone, width and unit; to a loss of one's own any unit will do."""
+        if (source := self.cfg.heads.init) is None:
+            return
         with prefixed_errors(f"heads.init={source}", ValueError, OSError):
             heads = RetainingHeads.from_pretrained(source, backbone=self.cfg.backbone.model)
             heads.check_backbone(self.spec)

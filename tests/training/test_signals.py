@@ -94,8 +94,9 @@ def test_a_loss_of_ones_own_begins_with_heads_of_either_unit(tmp_path, unit):
     given = [*TINY, "target.kind=log_prob", f"loss.kind=own-{unit}", f"heads.init={tmp_path / 'first'}"]
     first = RetainingHeads(HeadsConfig.for_backbone(spec_of(tiny_model("llama").config), "tiny", 16, target=unit))
     first.save_pretrained(tmp_path / "first")
-    begun = HeadTraining(tiny_model("llama"), load_config(given)).heads
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), begun.parameters(), strict=True))
+    begun = HeadTraining(tiny_model("llama"), load_config(given))
+    begun.begin()
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), begun.heads.parameters(), strict=True))
 
 
 def test_heads_of_a_form_that_there_was_are_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -60,14 +61,16 @@ def test_training_begins_with_given_heads(backbone, tmp_path, capsys):
     exact = "heads.dtype_saved=float32"
     assert train(backbone, first, "optim.steps=5", "optim.lr=0.01", "trainer.val_every=5", exact) == 0
     begin = f"heads.init={first / 'heads'}"
-    still = ("optim.steps=1", "optim.lr=1e-12", "optim.warmup_steps=0", "trainer.val_every=1")
-    assert train(backbone, then, *still, begin, exact) == 0
+    still = ("optim.lr=1e-12", "optim.warmup_steps=0", "trainer.val_every=1", begin, exact)
+    assert train(backbone, then, *still, "optim.steps=1") == 0
     (mine,), (theirs,) = (curve(out, "val/loss").values() for out in (then, first))
     assert mine == pytest.approx(theirs, rel=1e-6)
     capsys.readouterr()
     for wrong, said in (("heads.d_hidden=7", "heads.d_hidden"), ("target.kind=logit", "target.kind")):
         assert train(backbone, tmp_path / "none", begin, wrong) == 1, wrong
         assert f"{said}=" in capsys.readouterr().err
+    shutil.rmtree(first)
+    assert train(backbone, then, *still, "optim.steps=2", "resume=auto") == 0, "a checkpoint has later weights"
 
 
 def test_the_best_heads_are_kept_and_load(backbone, tmp_path):
