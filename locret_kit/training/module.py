@@ -172,7 +172,7 @@ class HeadTraining(FrozenTraining):
         )
 
     def begin(self) -> None:
-        """Copy the weights of other heads of the same backbone, width and unit; to a loss of one's own any unit will do."""
+        """Copy the weights of other heads of the same backbone, width and unit. A loss of one's own takes any unit."""
         if (source := self.cfg.heads.init) is None:
             return
         with prefixed_errors(f"heads.init={source}", ValueError, OSError):
