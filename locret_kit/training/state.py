@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from ..files import write_beside
-from ..heads import KEPT
+from ..heads import kept_in
 from . import SETTINGS, FrozenTraining, flat
 from .data import HELD, SampleModule
 
@@ -72,7 +72,7 @@ def begin_from(resume: str, out: Path) -> Path | None:
     if any(states.glob("*.ckpt")):
         steps = read_state(newest)["global_step"] if newest else 0
         raise ValueError(f"out={out} holds a run of {steps} steps: resume=auto continues it, or choose another out")
-    if any(KEPT.match(path.name) for path in (out / "best").glob("*")):
+    if kept_in(out / "best"):
         raise ValueError(f"out={out} holds the best heads of another run: choose another out")
     return None if resume == "never" else Path(resume)
 

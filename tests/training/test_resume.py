@@ -28,7 +28,7 @@ from locret_kit.training import fit, flat, module
 from locret_kit.training.data import SampleModule, Share
 from locret_kit.training.fit import read_curves
 from locret_kit.training.module import HeadTraining
-from locret_kit.training.state import check_state, newest_state
+from locret_kit.training.state import begin_from, check_state, newest_state
 
 SETTINGS = ["recipe=tiny", "data.max_tokens=512", "trainer.accelerator=cpu", "data.val_samples=2"]
 
@@ -254,7 +254,10 @@ def test_the_same_command_again_leaves_the_first_run_as_it_is(run, capsys):
 
 
 def test_a_new_run_does_not_mix_its_best_heads_with_those_of_a_run_that_saved_no_state(backbone, tmp_path, capsys):
-    (tmp_path / "best" / "recall=0.9000-step=3").mkdir(parents=True)
+    best = tmp_path / "best" / "recall=0.9000-step=3"
+    best.mkdir(parents=True)
+    assert begin_from("never", tmp_path) is None, "half-written, such as on a full disk"
+    (best / "model.safetensors").touch()
     said = refused(capsys, *arguments(Path("checkpoints/nothing"), tmp_path))
     assert said == f"locret-train: out={tmp_path} holds the best heads of another run: choose another out"
 
