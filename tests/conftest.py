@@ -98,6 +98,11 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
+def pytest_sessionfinish(session):
+    """End with the garbage collected: libraries count what is left."""
+    gc.unfreeze()
+
+
 def sample(items):
     """The tests of ``WHOLE``, and ``SETS`` of each in ``SAMPLED``: the same on every machine.
 

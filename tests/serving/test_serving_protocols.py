@@ -1,7 +1,5 @@
 """Anthropic's ``/v1/messages`` and OpenAI's ``/v1/responses``, by their official clients, against chat completions."""
 
-from __future__ import annotations
-
 import json
 import threading
 from dataclasses import replace
