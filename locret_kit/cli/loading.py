@@ -33,10 +33,10 @@ from ..text.untrusted import Span
 ASKED = "rereading-locret"
 """The default policy with the demo's heads, if the text is read only for its questions."""
 
-
 LATE = (
     "warning: the chat template has its arguments before the text, which stays as it was read: read it again with them"
 )
+"""For a document and arguments that other text before it was read with."""
 MANY_WINDOWS = 4
 """Windows of the model beyond which single facts of a text are often missed, whatever the budget."""
 

@@ -18,8 +18,6 @@ _BASE64 = re.compile(r"(?<![A-Za-z0-9+/])(?:(?:[A-Za-z0-9+/]{60,80}={0,2}(?:\\n|
 ENCODED = "it holds base64, such as pictures or attachments, which is read letter by letter: take the text out first"
 _PREFIX = re.compile(rb"(</?)[\w.-]+:(?=(?:package|manifest|spine|item|itemref)\b)")
 """A prefix of names in an EPUB's list of chapters, of which its converter knows none."""
-
-
 MARKS = b"\xff\xfe", b"\xfe\xff"
 """First bytes of text in UTF-16."""
 _ENDS = re.compile(rb"</(?:body|html)\s*>", re.IGNORECASE)
