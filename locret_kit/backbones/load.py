@@ -11,9 +11,15 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.models.auto.modeling_auto import AutoModelForImageTextToText
 from transformers.utils import logging
 
 from ..files import pointer_note

@@ -121,10 +121,12 @@ def _queries(ctx: Context, rows: BoundedLayer) -> Tensor:
     if rope is None:
         return rotate(q, *ctx.tables.between(ctx.ropes[rows.number].of_queries, rows.seen - W, W, q))
     rope = rope.of_queries
-    new_W = torch.arange(-W, 0, device=q.device)
 
     def placed(n: int) -> tuple[Tensor, Tensor]:
         """Tables of a head of ``n`` rows: a query's own place in the text, or the rank of the row where that is higher."""
+        if ctx.positions.by_rank:
+            return ctx.tables.between(rope, n - W, W, q)  # those of all layers
+        new_W = torch.arange(-W, 0, device=q.device)
         return rope.tables(ctx.positions.place(n + new_W, rows.seen + new_W, rows.seen), q.dtype)
 
     cos, sin = rows.layout.per_head_tables(placed, W)

@@ -109,7 +109,7 @@ class DocumentText:
         """Text between this and a file or folder that follows: a blank line where a line's end is missing, as after converted
         texts; after a folder's files also a heading, below which evidence counts lines."""
         end, begin = self.stream.text[-2:], str(self.tokenizer.decode([*self.ids[self.start :][:16]]))
-        heading = begin.startswith(HEADING[:8]) and not file.is_dir()
+        heading = begin.startswith(HEADING.partition("{")[0]) and not file.is_dir()
         blank = end != "\n\n" and (heading or file.is_dir() or not end[-1:].isspace())
         return "\n\n" * blank + HEADING.format(path=last_part(str(file))) * heading
 

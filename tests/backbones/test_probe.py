@@ -38,7 +38,7 @@ def test_a_configuration_alone_gives_what_is_measured(name):
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "gptj", "bart", "llama"])
 def test_a_text_beyond_a_table_of_positions_is_refused(name):
-    """Where they are computed it is not."""
+    """A refusal where positions are looked up, and none where they are computed."""
     model, ids = tiny_decoder(name, {}, sizes := Sizes(layers=1, context=32)), torch.full((1, 34), 5)
     assert describe(model).places == (None if name == "llama" else sizes.context)
     with attach(model), torch.no_grad():
