@@ -40,8 +40,7 @@ from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.pages import PagePool
 from locret_kit.cli.plan import resolve
 from locret_kit.planning.inference_plan import Setting
-from locret_kit.runtime.drivers.graph import GraphDriver
-from locret_kit.runtime.drivers.texts import TextsDriver
+from locret_kit.runtime.drivers.graph import GraphDriver, TextsDriver
 from locret_kit.settings import RunSettings
 
 ALLOCATES = {

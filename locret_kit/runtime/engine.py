@@ -22,8 +22,7 @@ from ..backbones.spec import text_config
 from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
 from ..cache.pages import PagePool
-from .drivers import Driver, logits_after, prepare
-from .drivers.assign import Drivers
+from .drivers import Driver, Drivers, logits_after, prepare
 from .sampling import Chooser, stop_ids
 from .sequence import PromptScheduler, Request, Sequence
 

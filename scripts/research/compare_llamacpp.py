@@ -34,8 +34,8 @@ import torch
 from locret_kit import BoundedCache, RetainingHeads, attach
 from locret_kit.backbones.gguf import is_gguf
 from locret_kit.backbones.load import load_backbone, load_tokenizer, resolve_model
-from locret_kit.runtime.drivers.capture import NoDriver
 from locret_kit.runtime.drivers.cpu import cpu_driver
+from locret_kit.runtime.drivers.graph import NoDriver
 from locret_kit.runtime.report import versions
 from locret_kit.runtime.session import Sampling, decode, prefill
 from locret_kit.samples.haystack import load_text

@@ -18,8 +18,7 @@ from locret_kit.backbones.weights import check_dense
 from locret_kit.cache.pages import PagePool
 from locret_kit.policies.methods.h2o import Aas
 from locret_kit.runtime.drivers import dense, graph
-from locret_kit.runtime.drivers.graph import GraphDriver
-from locret_kit.runtime.drivers.texts import TextsDriver, graph_key
+from locret_kit.runtime.drivers.graph import GraphDriver, TextsDriver, graph_key
 from locret_kit.runtime.session import prefill
 
 LENGTH, CHUNK = 57, 13

@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 
 from locret_kit import attach
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.runtime.drivers import assign
+from locret_kit.runtime import drivers
 from locret_kit.runtime.engine import Engine
 from locret_kit.runtime.sequence import Request
 from locret_kit.runtime.session import prefill
@@ -36,7 +36,7 @@ def taped():
         made.append(TapedDecoder(model, cache, CHUNK))
         return made[-1]
 
-    with mock.patch.object(assign, "chunk_driver", chunk_driver):
+    with mock.patch.object(drivers, "chunk_driver", chunk_driver):
         yield made
 
 

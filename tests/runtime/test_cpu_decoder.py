@@ -15,8 +15,8 @@ from locret_kernels.decoder_step import Bf16Copies
 from locret_kernels.product import FORMATS
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.gguf.gguf_model import PackedEmbedding, PackedLinear
-from locret_kit.runtime.drivers.capture import NoDriver, warn
 from locret_kit.runtime.drivers.cpu import CpuDriver, cpu_driver
+from locret_kit.runtime.drivers.graph import NoDriver, warn
 from locret_kit.runtime.session import prefill
 
 packed_matrix = load_script("scripts/kernel_cases.py").packed_matrix

@@ -21,8 +21,7 @@ from locret_kit.cache.folded import fold_heads
 from locret_kit.cache.pages import PagePool
 from locret_kit.runtime.drivers import dense
 from locret_kit.runtime.drivers.dense import APART, DenseStep
-from locret_kit.runtime.drivers.graph import GraphDriver
-from locret_kit.runtime.drivers.texts import TextsDriver
+from locret_kit.runtime.drivers.graph import GraphDriver, TextsDriver
 
 packed_matrix = load_script("scripts/kernel_cases.py").packed_matrix
 pytestmark = pytest.mark.usefixtures("on_the_reference")

@@ -16,9 +16,8 @@ from locret_kit.cache.due import Schedule
 from locret_kit.runtime import drivers
 from locret_kit.runtime.drivers import graph as driver
 from locret_kit.runtime.drivers import logits_after
-from locret_kit.runtime.drivers.capture import SyncDetector, warn
 from locret_kit.runtime.drivers.dense import DenseStep
-from locret_kit.runtime.drivers.graph import GraphDriver
+from locret_kit.runtime.drivers.graph import GraphDriver, SyncDetector, warn
 from locret_kit.runtime.engine import Engine
 from locret_kit.runtime.sequence import Request
 from locret_kit.runtime.session import prefill

@@ -8,8 +8,7 @@ from tape import TapedDecoder, TapedTexts, on_the_reference  # noqa: F401  (a fi
 from tiny_models import tiny_model
 
 from locret_kit.runtime import drivers
-from locret_kit.runtime.drivers import assign
-from locret_kit.runtime.drivers.capture import warn
+from locret_kit.runtime.drivers.graph import warn
 from locret_kit.runtime.engine import Engine
 from locret_kit.runtime.sequence import Request
 
@@ -27,7 +26,7 @@ def taped(monkeypatch):
         made.append(TapedTexts(model, first))
         return made[-1]
 
-    monkeypatch.setattr(assign, "TextsDriver", texts)
+    monkeypatch.setattr(drivers, "TextsDriver", texts)
     own = {"taped": lambda model, cache, graph: TapedDecoder(model, cache) if graph else None}
     monkeypatch.setattr(drivers, "DRIVERS", own)
     return made

@@ -29,9 +29,12 @@ from locret_kernels.fused import rms_norm, swiglu  # noqa: E402
 from locret_kit.backbones.handlers import LayerOperations  # noqa: E402
 from locret_kit.cache import attend, backend, context  # noqa: E402
 from locret_kit.runtime import drivers  # noqa: E402
-from locret_kit.runtime.drivers import assign, capture  # noqa: E402
-from locret_kit.runtime.drivers.graph import CHUNKS, GraphDriver  # noqa: E402
-from locret_kit.runtime.drivers.texts import TextsDriver  # noqa: E402
+from locret_kit.runtime.drivers.graph import (  # noqa: E402
+    CHUNKS,
+    GraphDriver,
+    StepGraphs,
+    TextsDriver,
+)
 
 SHORTER = {
     'device="cuda"': 'device="cpu"', ".cuda()": "", "LENGTH, STEPS = 300, 60": "LENGTH, STEPS = 110, 9",
@@ -70,7 +73,7 @@ def launch(kernel, grid, *args, real=common.launch, **constants) -> None:
         call()
 
 
-def captured(driver: capture.StepGraphs, step) -> tuple[Tape, Tensor]:
+def captured(driver: StepGraphs, step) -> tuple[Tape, Tensor]:
     """A tape of a step and its logits."""
     own = isinstance(driver, GraphDriver) and [one for rows in driver.cache.bounded for one in (rows, rows.codec)]
     holders = [driver, *own] if own else driver.pools
@@ -97,8 +100,8 @@ def play() -> None:
     torch.set_num_threads(1)
     common.launch = launch
     torch.cuda.CUDAGraph = LaunchTape
-    capture.StepGraphs._captured = captured
-    for kind, more in ((capture.StepGraphs, lambda driver, *given: vars(driver).update(captures=True)),
+    StepGraphs._captured = captured
+    for kind, more in ((StepGraphs, lambda driver, *given: vars(driver).update(captures=True)),
                        (TextsDriver, lambda driver, model, first: vars(driver).update(
                            pools=[rows.page.pool for rows in first.bounded]))):  # fmt: skip
         kind.__init__ = _also(kind.__init__, more)
@@ -109,7 +112,7 @@ def play() -> None:
     backend.backend_for = context.backend_for = lambda name, *given: real(name or "triton", *given)
     drivers.DRIVERS["graph"] = lambda model, cache, graph: None if graph is False else GraphDriver(model, cache)
     drivers.DRIVERS["cpu"] = lambda *given: None
-    drivers.chunk_driver = assign.chunk_driver = chunk_driver
+    drivers.chunk_driver = chunk_driver
 
 
 def _also(init, more):

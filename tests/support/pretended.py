@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from locret_kit.backbones import products, weights
 from locret_kit.cache import attend
-from locret_kit.runtime.drivers.capture import host_waits
+from locret_kit.runtime.drivers.graph import host_waits
 
 CUDA, SECOND, HOST = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
 PROJECT = Path(__file__).resolve().parents[2]

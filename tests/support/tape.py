@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from locret_kit.cache import context
 from locret_kit.cache.backend import BACKENDS
-from locret_kit.runtime.drivers.graph import GraphDriver
-from locret_kit.runtime.drivers.texts import TextsDriver
+from locret_kit.runtime.drivers.graph import GraphDriver, TextsDriver
 
 
 @pytest.fixture

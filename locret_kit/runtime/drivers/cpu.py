@@ -33,7 +33,7 @@ from ...cache.storage.quantised import GroupedBits, RowBits
 from ...cache.view import entry_scores, scores_of
 from ...heads import RetainingHeads
 from ...policies.capabilities import reason
-from .capture import NoDriver, warn
+from .graph import NoDriver, warn
 
 # ---- weights as the call reads them: addresses, and copies in half the bytes ---------------------------------------------
 
