@@ -5,9 +5,9 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..attention import attention_of_each, of_recent_queries
 from ..base import Odd, Positive, Slots, Weight
 from ..registry import Adaptive, Window, part, register
+from ..slots import attention_of_each, of_recent_queries
 
 
 @part("score", "defensive")

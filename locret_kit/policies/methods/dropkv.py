@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from ...backbones.handlers import Softmax
-from ..attention import attention_of_each, of_recent_queries
 from ..base import Positive, Slots, Weight, wide
 from ..registry import Window, part, register
+from ..slots import attention_of_each, of_recent_queries
 
 
 def drop_residual(q_BQWD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, softmax: Softmax) -> Tensor:

@@ -1,11 +1,12 @@
-"""SnapKV, arXiv 2404.14469: attention of the newest queries, pooled over neighbours."""
+"""SnapKV, arXiv 2404.14469: attention of the newest queries, pooled over neighbours. With it PyramidKV, arXiv 2406.02069, whose lower
+layers get more slots, and Ada-KV, arXiv 2407.11550, whose heads share a layer's slots by need."""
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..attention import recent_attention
 from ..base import Odd, Positive, Slots, Weight
-from ..registry import Parts, Window, part, register
+from ..registry import Adaptive, Parts, Pyramid, PyramidAdaptive, Window, part, register
+from ..slots import recent_attention
 
 
 @part("score", "window")
@@ -48,4 +49,25 @@ register(
     SNAPKV,
     names=NAMES,
     keeps="attention of the newest 32 queries, pooled over neighbours",
+)
+register(
+    "pyramidkv",
+    "PyramidKV, arXiv 2406.02069",
+    {**SNAPKV, "allocation": Pyramid()},
+    names=NAMES,
+    keeps="as snapkv; lower layers get more slots",
+)
+register(
+    "ada-snapkv",
+    "Ada-KV, arXiv 2407.11550",
+    {**SNAPKV, "allocation": Adaptive()},
+    names=NAMES,
+    keeps="as snapkv; heads share a layer's slots by need",
+)
+register(
+    "ada-pyramid",
+    "Ada-KV, arXiv 2407.11550",
+    {**SNAPKV, "allocation": PyramidAdaptive()},
+    names=NAMES,
+    keeps="as pyramidkv; heads share a layer's slots by need",
 )

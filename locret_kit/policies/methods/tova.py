@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from ..attention import recent_attention
 from ..base import Slots, Weight
 from ..registry import part, register
+from ..slots import recent_attention
 
 
 @part("score", "ltas")
