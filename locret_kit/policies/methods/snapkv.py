@@ -1,5 +1,5 @@
-"""SnapKV, arXiv 2404.14469: attention of the newest queries, pooled over neighbours. With it PyramidKV, arXiv 2406.02069, whose lower
-layers get more slots, and Ada-KV, arXiv 2407.11550, whose heads share a layer's slots by need."""
+"""SnapKV, arXiv 2404.14469: attention of the newest queries, pooled over neighbours. With it PyramidKV, arXiv 2406.02069, whose
+lower layers get more slots, and Ada-KV, arXiv 2407.11550, whose heads share a layer's slots by need."""
 
 from torch import Tensor
 from torch.nn import functional as F
