@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from locret_kernels.fused import rotate_rows
 from locret_kernels.ragged_decode import angle_steps
-from locret_kernels.rotate import rotate_rows
 
 rotate = rotate_rows
 """Rotation of rows by tables of cos and sin."""

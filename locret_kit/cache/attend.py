@@ -15,9 +15,8 @@ from torch.backends import cuda
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from locret_kernels.attend import attend_and_count
+from locret_kernels.attend import MARGIN, attend_and_count
 from locret_kernels.backend import capability, choose, function
-from locret_kernels.column_stats import MARGIN
 from locret_kernels.ragged_decode import Angles, Rotation, Rows, Spans
 
 from ..backbones.handlers import Softmax

@@ -11,12 +11,10 @@ from torch.nn import functional as F
 
 from locret_kernels import cpp
 from locret_kernels import quantise as quantiser
-from locret_kernels.attend import ChunkRotation, attend_and_count
+from locret_kernels.attend import Blocks, ChunkRotation, ColumnStats, attend_and_count
 from locret_kernels.attend import cpu as attend_on_cpu
 from locret_kernels.backend import BackendUnavailable, choose, function
-from locret_kernels.column_stats import ColumnStats
 from locret_kernels.fused import rms_norm, swiglu
-from locret_kernels.sparse_attend import Blocks
 
 from ..backbones.bfloat16 import product
 from ..backbones.handlers import LayerOperations, Linear, Softmax
@@ -72,7 +70,7 @@ class Backend:
 
         Args:
             window: rows up to each query's own that it sees; no statistics are wanted then.
-            want: some of ``column_stats.STATISTICS``. by_head: also of each query head of a group alone.
+            want: some of ``attend.STATISTICS`` of ``locret_kernels``. by_head: also of each query head of a group alone.
             rotation: of queries and keys that come before RoPE.
         """
         if softmax.is_plain and window is None and self.is_one_call(q_BQTD, k_BHSD, v_BHSD, rotation):

@@ -11,7 +11,7 @@ from annotated_types import Ge
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from locret_kernels.sparse_attend import Blocks
+from locret_kernels.attend import Blocks
 
 from ..backbones.decoder_attention import DecoderAttention
 from ..backbones.probe import describe

@@ -21,9 +21,9 @@ from annotated_types import Interval, Predicate
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from locret_kernels.attend import Blocks
 from locret_kernels.backend import function
 from locret_kernels.select import rank_of as rank_of
-from locret_kernels.sparse_attend import Blocks
 
 from ..backbones.spec import BackboneSpec
 from ..validation import Description, validate_fields

@@ -9,7 +9,7 @@ import torch
 from policy_runs import backbone, held, logits_of, make, tokens
 from tiny_models import tiny_model
 
-from locret_kernels.sparse_attend import Blocks
+from locret_kernels.attend import Blocks
 from locret_kit import attach
 from locret_kit.backbones.handlers import Handler
 from locret_kit.backbones.spec import text_config

@@ -7,8 +7,7 @@ import torch
 from attention_oracle import attention, logits, newest
 from torch.nn import functional as F
 
-from locret_kernels.attend import ChunkRotation
-from locret_kernels.sparse_attend import Blocks
+from locret_kernels.attend import Blocks, ChunkRotation
 from locret_kit.backbones.handlers import Softmax
 from locret_kit.backbones.rope import Rope
 from locret_kit.cache import backend as backends

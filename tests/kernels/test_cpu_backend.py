@@ -9,12 +9,11 @@ from policy_runs import held
 from tiny_models import tiny_model
 
 from locret_kernels import cpp
-from locret_kernels.attend import ChunkRotation
+from locret_kernels.attend import MARGIN, ChunkRotation
 from locret_kernels.attend import cpu as attend_cpu
-from locret_kernels.column_stats import MARGIN
+from locret_kernels.fused import rotate_rows
 from locret_kernels.ragged_decode import Rotation, Spans, ragged_decode
 from locret_kernels.ragged_decode.cpu import ragged_decode as on_cpu
-from locret_kernels.rotate import rotate_rows
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones import bfloat16
 from locret_kit.backbones.libraries import CACHE

@@ -6,9 +6,8 @@ from attention_oracle import attention, logits
 from interpreted import BOTH, KERNELS, REFERENCES, close, common, poisoned, random
 from pairwise import pairs
 
-from locret_kernels.column_stats import STATISTICS
+from locret_kernels.attend import STATISTICS, Blocks
 from locret_kernels.ragged_decode import Spans
-from locret_kernels.sparse_attend import Blocks
 from locret_kit.cis import cis_target
 
 pytestmark = pytest.mark.usefixtures("poisoned")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from interpreted import BOTH, KERNELS, REFERENCES
 
-from locret_kernels.column_stats import STATISTICS
+from locret_kernels.attend import STATISTICS
 
 
 @pytest.mark.parametrize("name", sorted(KERNELS))

@@ -55,7 +55,7 @@ def test_the_program_for_a_card_runs_to_its_end(capsys):
 
 def test_a_backend_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "locret_kernels.column_stats.triton")
+    monkeypatch.delitem(sys.modules, "locret_kernels.attend.triton")
     with pytest.raises(backend.BackendUnavailable, match="backend='triton' needs the package triton, which is not"):
         backend.function.__wrapped__("column_max", "triton")
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import cpp
-from ..column_stats import MARGIN, ColumnStats, check_queries
-from . import ChunkRotation
+from . import MARGIN, ChunkRotation, ColumnStats, check_queries
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 ATTENTION = cpp.Struct(SOURCE, "Attention")

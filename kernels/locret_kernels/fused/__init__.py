@@ -1,12 +1,12 @@
-"""A layer's elementwise work between its products, each in one pass: normalisation with the residual, and the gated activation.
-The definition, in torch, rounded where transformers rounds.
+"""A layer's elementwise work between its products, each in one pass: normalisation with the residual, the gated activation, and
+rotary position embedding by tables of cos and sin. The definitions, in torch, rounded where transformers rounds.
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["rms_norm", "swiglu"]
+__all__ = ["rms_norm", "rotate_rows", "swiglu"]
 
 
 def rms_norm(x: Tensor, weight_C: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -34,6 +34,16 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """
     check_gate(gate, up)
     return up * F.silu(gate)
+
+
+def rotate_rows(x: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """Rotate ``x [..., T, D]`` by the half-split convention; dimensions past ``R`` pass unchanged (partial rotary). Kernels take
+    both halves of a table to be alike. Tables may have the other axes of ``x`` too."""
+    r = cos_TR.shape[-1]
+    part = x[..., :r]
+    half = torch.cat((-part[..., r // 2 :], part[..., : r // 2]), dim=-1)
+    turned = part * cos_TR + half * sin_TR
+    return turned if r == x.shape[-1] else torch.cat((turned, x[..., r:]), dim=-1)
 
 
 def check_norm(x: Tensor, weight_C: Tensor, residual: Tensor | None) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from .. import check_some
+from ..fused import rotate_rows
 from ..quantise import decode, row_numbers, unpack
-from ..rotate import rotate_rows
 
 __all__ = ["ragged_decode"]
 

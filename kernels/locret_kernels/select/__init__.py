@@ -1,11 +1,14 @@
-"""The best rows of each head by score, protected rows first, as marks or as an index: the definition, by a stable sort."""
+"""The best rows of each head by score, protected rows first, as marks or as an index, by a stable sort; and their move to the
+front of their buffers, in place. The definitions, in torch."""
+
+from collections.abc import MutableMapping, Sequence
 
 import torch
 from torch import Tensor
 
 from .. import check_keep, check_some
 
-__all__ = ["select_index", "select_rows"]
+__all__ = ["compact_rows", "select_index", "select_rows"]
 
 
 def rank_of(scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor) -> Tensor:
@@ -61,3 +64,26 @@ def check_scores(scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, m
             raise ValueError(f"{name} {tuple(x.shape)} must have the shape of scores {tuple(scores_BHS.shape)}")
     if most_BH.shape != scores_BHS.shape[:2]:
         raise ValueError(f"most {tuple(most_BH.shape)} must be {tuple(scores_BHS.shape[:2])}, a number of each head")
+
+
+Addresses = MutableMapping[tuple[int, ...], Tensor]
+"""Tables on the device of the addresses where buffers begin, keyed by their contents."""
+
+
+def compact_rows(buffers: Sequence[Sequence[Tensor]], index_LHK: Tensor, addresses: Addresses | None = None) -> None:
+    """Move row ``index[j]`` of every buffer ``[H, S]`` or ``[H, S, D]`` of a layer to row ``j``, for ``j < K``, in place.
+
+    ``index`` ascends, so rows keep their order; rows from ``K`` on are left as they are.
+
+    Args:
+        buffers: of each layer, one layer's after another's.
+        addresses: tables that were made for earlier calls; kernels add theirs.
+
+    Raises:
+        ValueError: ``K`` outside ``1..S``.
+    """
+    for layer, index_HK in zip(buffers, index_LHK.long(), strict=True):
+        for rows in layer:
+            check_keep(index_HK.shape[1], rows.shape[1])
+            index = index_HK if rows.dim() == 2 else index_HK[..., None].expand(-1, -1, rows.shape[-1])
+            rows[:, : index.shape[1]] = torch.gather(rows, 1, index)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from locret_kernels.sparse_attend import Blocks
+from locret_kernels.attend import Blocks
 
 from ...backbones.spec import BackboneSpec
 from ...files import read_json
