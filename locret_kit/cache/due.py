@@ -153,29 +153,23 @@ class Schedule:
         The tail counts: before it the cache is cut to ``budget - tail``, so that prompt and tail fill the budget.
         ``budget`` is the layer's.
         """
-        # Decoding: every `decode_every` tokens, or before a token for which the buffers have no room.
-        if self.decoding(seen):
+        keep = budget
+        if self.decoding(seen):  # every `decode_every` tokens, or before a token for which the buffers have no room
             due = self.decode_every is not None and (seen - (self.prompt_length or 0)) % self.decode_every == 0
-            return budget if due and rows > budget else None
-        if self.body is None:
-            return budget if seen % self.chunk == 0 and rows > budget else None
-        if self.prompt_length is not None and self.prompt_length <= self.budget:
-            return None
-        # The last boundary leaves room for the tail, which is appended without eviction.
-        if seen == self.body:
-            keep = budget - self.tail
-            return keep if rows > keep else None
-        if seen < self.body and seen % self.chunk == 0 and rows > budget:
-            return budget
-        return None
+        elif self.prompt_length is not None and self.prompt_length <= self.budget:
+            due = False
+        elif seen == self.body:  # the last boundary leaves room for the tail, which is appended without eviction
+            keep, due = budget - self.tail, True
+        else:
+            due = seen % self.chunk == 0 and (self.body is None or seen < self.body)
+        return keep if due and rows > keep else None
 
     def evictions(self, seen: int, budget: int) -> list[tuple[int, int, bool]]:
         """Every eviction of a layer within the first ``seen`` tokens of a prompt: (tokens seen, slots kept, the last one)."""
         # The same loop as a prefill, on counts.
         done = rows = 0
         events = []
-        while done < seen:
-            step = min(self.until_boundary(done), seen - done)
+        for step in self.blocks(0, seen):
             done, rows = done + step, rows + step
             keep = self.keep_at(done, rows, budget)
             if keep is not None:

@@ -18,9 +18,8 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 
 from ..naming import check_name
 from .attention_backend import BoundedBackend
-from .measure import watch_modules
+from .measure import register_rotary, watch_modules
 from .refusals import release
-from .rotary import register_rotary
 from .server_settings import OWN, VllmSettings
 from .worker import RequestInfo, State, begin
 

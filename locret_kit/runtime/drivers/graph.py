@@ -305,11 +305,8 @@ class GraphDriver(StepGraphs[ChunkForm]):
     def _static_step(self, position_T: Tensor, lengths_LBH: Tensor, layer: int) -> StaticStep:
         """Place of a layer's new token, and the rows that it sees. The device has their number."""
         flat, rows = self.flats[layer], self.cache.bounded[layer]
-        starts_BH, lengths_BH = flat.starts_BH, lengths_LBH[layer]
-        if rows.window is not None:
-            seen_BH = lengths_BH.clamp(max=rows.window)
-            starts_BH, lengths_BH = starts_BH + (lengths_BH - seen_BH), seen_BH
-        seen = replace(flat, starts_BH=starts_BH, lengths_BH=lengths_BH, longest=rows.capacity)
+        seen = replace(flat, lengths_BH=lengths_LBH[layer]).newest(rows.window)
+        seen = replace(seen, longest=rows.capacity)
         return StaticStep(self.seen, position_T, self.length_L[layer : layer + 1], seen)
 
 
