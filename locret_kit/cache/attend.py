@@ -192,10 +192,8 @@ def _two_parts(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -
     if not before:
         return own, own_lse
     old, old_lse = _cudnn(q_BQTD, k_BHSD[:, :, :before], v_BHSD[:, :, :before], scaling, False)
-    joined: tuple[Tensor, Tensor] = function("join_parts", choose(None, own.device, own.shape[-1], own.dtype))(
-        own, own_lse, old, old_lse
-    )
-    return joined
+    join = function("join_parts", choose(None, own.device, own.shape[-1], own.dtype))
+    return join(own, own_lse, old, old_lse)
 
 
 @cache

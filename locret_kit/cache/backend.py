@@ -50,8 +50,7 @@ class Backend:
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rows ``[B, H, T, D]`` after RoPE, by tables ``[..., T, R]``."""
-        turned: Tensor = function("rotate_rows", self.kernels)(x, cos, sin)
-        return turned
+        return function("rotate_rows", self.kernels)(x, cos, sin)
 
     def attend(
         self,
@@ -74,10 +73,9 @@ class Backend:
             rotation: of queries and keys that come before RoPE.
         """
         if softmax.is_plain and window is None and self.is_one_call(q_BQTD, k_BHSD, v_BHSD, rotation):
-            compiled: Counted = attend_on_cpu.attend_and_count(
+            return attend_on_cpu.attend_and_count(
                 q_BQTD, k_BHSD, v_BHSD, softmax.scaling, want=want, by_head=by_head, rotation=rotation
             )
-            return compiled
         q_BQTD, k_BHSD = self.rotated(q_BQTD, k_BHSD, rotation)
         # Sinks and caps have one definition, which no kernel repeats.
         if not softmax.is_plain:
@@ -88,8 +86,7 @@ class Backend:
 
     def attend_blocks(self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, blocks: Blocks) -> Tensor:
         """Attention ``[B, Q, T, D]`` of a chunk over chosen blocks of rows."""
-        out: Tensor = function("sparse_attend", self.kernels)(q_BQTD, k_BHSD, v_BHSD, scaling, blocks)
-        return out
+        return function("sparse_attend", self.kernels)(q_BQTD, k_BHSD, v_BHSD, scaling, blocks)
 
     def is_one_call(self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, rotation: ChunkRotation | None) -> bool:
         """Whether one compiled call rotates the rows of a chunk as it reads them, attends to them and counts."""

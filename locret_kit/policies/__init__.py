@@ -238,8 +238,7 @@ class Policy:
             guard, newest = self.protected(whole).to(torch.uint8), []
             guard = guard if whole.pinned is None else guard.masked_fill(whole.pinned, 2)
         most = max((count or 0 for count in newest), default=0)
-        index: Tensor = function("select_index", first.backend)(scores_LHS, first.keep, most, guard)
-        return index
+        return function("select_index", first.backend)(scores_LHS, first.keep, most, guard)
 
     def choose(self, slots: base.Slots, scores_BHS: Tensor | None = None) -> Tensor:
         """Boolean ``[B, H, S]``: the slots to keep, by score (computed if not given). Pinned slots stay. Scopes and

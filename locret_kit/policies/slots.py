@@ -124,8 +124,7 @@ class Slots:
         """Attention ``[B, H, S]`` (float32) that queries give keys, as ``locret_kernels.attend.window_attention``;
         ``heads`` are the query heads whose queries they are."""
         if self.softmax.is_plain:
-            given: Tensor = function("window_attention", self.backend)(q_BQWD, k_BHSD, self.softmax.scaling)
-            return given
+            return function("window_attention", self.backend)(q_BQWD, k_BHSD, self.softmax.scaling)
         return window_attention(q_BQWD, k_BHSD, **self.softmax.of(heads)._asdict())
 
     def newest(self, n: int) -> Tensor:

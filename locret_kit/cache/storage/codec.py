@@ -159,8 +159,7 @@ class Plain(Codec):
 
     def read(self, name: str, at: Index) -> Tensor:
         """``keys`` or ``values`` of rows, of the index's shape, as they are stored."""
-        rows: Tensor = getattr(self, name)[at]
-        return rows
+        return getattr(self, name)[at]
 
     def flat(self) -> tuple[Tensor, Tensor]:
         """All keys and all values ``[N, D]``, end to end."""

@@ -174,8 +174,7 @@ class GroupedBits(Codec):
     def read(self, name: str, at: Index) -> Tensor:
         """``keys`` or ``values`` of rows, of the index's shape, unpacked to the scratch first."""
         self.read_all()
-        rows: Tensor = getattr(self.scratch, name)[at]
-        return rows
+        return getattr(self.scratch, name)[at]
 
     def flat(self) -> PackedRows:
         return PackedRows(

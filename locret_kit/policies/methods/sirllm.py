@@ -82,8 +82,7 @@ def own_logits(model: PreTrainedModel, hidden_BTE: Tensor, ids_BT: Tensor) -> Te
         inner = copied._modules[name] = _shallow(cast(nn.Module, copied._modules[name]))
         copied = inner
     copied.__dict__["forward"] = lambda *args, **kwargs: _FinalStates(last_hidden_state=hidden_BTE)
-    logits: Tensor = type(outermost).forward(outermost, input_ids=ids_BT, use_cache=False, return_dict=True).logits
-    return logits
+    return type(outermost).forward(outermost, input_ids=ids_BT, use_cache=False, return_dict=True).logits
 
 
 def _shallow(module: nn.Module) -> nn.Module:
