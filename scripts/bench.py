@@ -14,6 +14,7 @@ import sys
 import timeit
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 from torch.utils._pytree import tree_leaves
+
+from locret_kernels import provenance
 
 sys.path.append(str(Path(__file__).parent))
 from kernel_cases import Case, Shape, cases
@@ -41,6 +44,19 @@ TINY = Shape(4, 2, 64, 96, 48, prompt=150, answer=20)
 
 class Disagreement(RuntimeError):
     """Error of a kernel that does not equal its reference."""
+
+
+def origin(device: torch.device) -> dict[str, str]:
+    """Device, driver, versions, commit and date (UTC) of a measurement. ``LOCRET_COMMIT`` names the commit of a tree without
+    git's folder."""
+    name, driver = "cpu", "-"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        said = provenance.output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
+        driver = said.splitlines()[0]  # one line per card
+    here = os.environ.get("LOCRET_COMMIT") or provenance.commit(provenance.ROOT) or "unknown"
+    date = datetime.now(UTC).strftime("%Y-%m-%d")
+    return {"device": name, "driver": driver, **provenance.versions("torch", "triton"), "commit": here, "date": date}
 
 
 @dataclass(frozen=True)

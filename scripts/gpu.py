@@ -28,7 +28,6 @@ import torch
 import transformers
 from transformers import AutoConfig, PretrainedConfig
 
-from locret_kernels.provenance import origin
 from locret_kit.backbones.load import pick_device
 from locret_kit.naming import first_line, parse_bytes
 from locret_kit.planning.inference_plan import Setting
@@ -140,7 +139,7 @@ class Table:
     """Rows as they come: on disk, and printed."""
 
     def __init__(self, out: Path | None, device: torch.device, cap: str, seconds: float) -> None:
-        self.origin = origin(device)
+        self.origin = bench.origin(device)
         slug = re.sub(r"[^a-z0-9]+", "-", self.origin["device"].lower())
         folder = RESULTS if out is None else out
         self.out = folder if folder.suffix == ".csv" else folder / f"{slug}.csv"

@@ -1,11 +1,9 @@
-"""Origin of a figure: device, driver, versions, commit and date; and the peak memory of a process."""
+"""Origin of a figure: versions and commit; and the peak memory of a process."""
 
-import os
 import re
 import resource
 import subprocess
 import sys
-from datetime import UTC, datetime
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -28,20 +26,7 @@ def commit(root: Path) -> str | None:
     if not (root / ".git").exists():
         return None
     describe = "describe --always --dirty --exclude=* --abbrev=12"
-    return _output("git", "--no-optional-locks", "-C", str(root), *describe.split())
-
-
-def origin(device: torch.device) -> dict[str, str]:
-    """Device, driver, versions, commit and date (UTC) of a measurement. ``LOCRET_COMMIT`` names the commit of a tree without
-    git's folder."""
-    name, driver = "cpu", "-"
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        said = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
-        driver = said.splitlines()[0]  # one line per card
-    here = os.environ.get("LOCRET_COMMIT") or commit(ROOT) or "unknown"
-    date = datetime.now(UTC).strftime("%Y-%m-%d")
-    return {"device": name, "driver": driver, **versions("torch", "triton"), "commit": here, "date": date}
+    return output("git", "--no-optional-locks", "-C", str(root), *describe.split())
 
 
 def peak_memory(device: torch.device) -> int:
@@ -55,7 +40,7 @@ def peak_memory(device: torch.device) -> int:
     return kilobytes if sys.platform == "darwin" else kilobytes * 1024  # macOS counts bytes
 
 
-def _output(*command: str) -> str | None:
+def output(*command: str) -> str | None:
     """First thing a command says; None where it fails or says nothing."""
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=10)

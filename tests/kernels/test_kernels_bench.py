@@ -9,8 +9,6 @@ import torch
 from interpreted import common
 from scripts_loaded import load_script
 
-from locret_kernels.provenance import origin
-
 bench = load_script("scripts/bench.py")
 runnable, Shape = (getattr(sys.modules["kernel_cases"], name) for name in ("runnable", "Shape"))
 CPU = torch.device("cpu")
@@ -61,7 +59,7 @@ def test_differences(mine, theirs, exact, message):
 
 
 def test_rows_are_of_one_device(tmp_path):
-    where = origin(CPU)
+    where = bench.origin(CPU)
     case = next(bench.ceilings(CPU))
     row = bench.measure(case, "torch", 1, where, CPU)
     assert row.device == "cpu" and row.p20_ms <= row.p50_ms <= row.p80_ms and row.tflops > 0
