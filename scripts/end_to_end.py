@@ -19,6 +19,7 @@ from unittest import mock
 
 import bench
 import torch
+from decoding import decode
 from kernel_cases import Shape, cases
 from transformers import AutoModelForCausalLM, DynamicCache
 from triton.errors import TritonError
@@ -32,7 +33,7 @@ from locret_kit.naming import first_line
 from locret_kit.planning.backbone_sizes import ITEM_BYTES, BackboneSizes, head_parameters
 from locret_kit.planning.inference_plan import Setting, plan_inference
 from locret_kit.runtime.drivers.dense import LayerStages, stages_of, timings
-from locret_kit.runtime.session import Sampling, decode, prefill
+from locret_kit.runtime.session import Sampling, prefill
 
 WARM, TIMED = 8, 48
 """Decoded tokens."""

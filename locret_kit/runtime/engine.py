@@ -23,7 +23,7 @@ from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
 from ..cache.pages import PagePool
 from .drivers import Driver, Drivers, logits_after, prepare
-from .sampling import Chooser, stop_ids
+from .sampling import stop_ids
 from .sequence import PromptScheduler, Request, Sequence
 
 R = TypeVar("R", bound=Request)
@@ -109,18 +109,6 @@ class Engine:
         self._added.append((sequence, make_cache))
         if self._scheduler is not None:
             self._scheduler.enter(sequence, len(request.ids) - seen, background=background)
-        return sequence
-
-    def resume(self, request: Request, cache: BoundedCache, logits_V: Tensor) -> Sequence:
-        """A sequence whose prompt ``cache`` has read. Its first token is chosen at once from the logits ``[V]`` of
-        the prompt's last token.
-
-        Raises RuntimeError at logits that are not finite.
-        """
-        sequence = Sequence(request, began=time.perf_counter(), alone=self.alone, cache=cache)
-        sequence.choose = request.choose or Chooser(request.sampling, request.seed, logits_V.device, request.ids)
-        if sequence.take(logits_V, self.stop):
-            self.running += [sequence] if sequence.finish_reason is None else []
         return sequence
 
     def cancel(self, sequence: Sequence, reason: str = "cancelled") -> None:

@@ -1,4 +1,4 @@
-"""Prefill a prompt through a bounded cache and decode from it."""
+"""Prefill a prompt through a bounded cache, and answer it."""
 
 import re
 import time
@@ -120,37 +120,6 @@ def _other_length(cache: BoundedCache, tokens: int) -> ValueError:
         f"prompt_length={cache.schedule.prompt_length} of the cache must be the {tokens} tokens of the prompt: "
         f"reset(prompt_length={tokens}) it, or make a new cache"
     )
-
-
-@torch.inference_mode()
-def decode(
-    model: PreTrainedModel,
-    cache: BoundedCache,
-    logits: Tensor,
-    *,
-    prompt: abc.Sequence[int],
-    max_new_tokens: int,
-    sampling: Sampling | None = None,
-    stop: frozenset[int] = frozenset(),
-    seed: int = 0,
-    graph: bool | None = None,
-) -> Iterator[int]:
-    """Token ids one by one, the first chosen from ``logits [V]``; ends before an id of ``stop``.
-
-    ``graph=None`` replays a CUDA graph for each token from the fourth on where it is possible, True raises where it is not, False
-    never does. With the backend ``cpu`` one compiled call makes a token, where it takes the cache (see ``drivers.cpu``).
-    ``cache.counters.decoding`` says how tokens are made.
-
-    Raises:
-        ValueError: ``graph=True`` where it is not possible; says why.
-    """
-    if graph:
-        driver_of(model, cache, graph)  # raises where it is not possible
-    engine = Engine(model, stop, alone=True, graph=graph)
-    if max_new_tokens:
-        sequence = engine.resume(Request(prompt, max_new_tokens, sampling or Sampling(), seed), cache, logits)
-        with attached(engine.model):
-            yield from iter_tokens(engine, sequence)
 
 
 def iter_tokens(engine: Engine, sequence: Sequence) -> Iterator[int]:

@@ -37,9 +37,12 @@ from locret_kit.backbones.load import load_backbone, load_tokenizer, resolve_mod
 from locret_kit.runtime.drivers.cpu import cpu_driver
 from locret_kit.runtime.drivers.graph import NoDriver
 from locret_kit.runtime.report import versions
-from locret_kit.runtime.session import Sampling, decode, prefill
+from locret_kit.runtime.session import Sampling, prefill
 from locret_kit.samples.haystack import load_text
 from locret_kit.settings import RunSettings
+
+sys.path.append(str(Path(__file__).parents[1]))
+from decoding import decode
 
 COPIED = 1 << 28
 """Bytes of the tensor that is copied."""

@@ -11,15 +11,20 @@ all heads) that both keep, and the length of the common beginning of both greedy
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 from statistics import mean
 
 import torch
 
 from locret_kit import BoundedCache, RetainingHeads, attach
 from locret_kit.backbones.load import load_backbone
-from locret_kit.runtime.session import Sampling, decode, prefill
+from locret_kit.runtime.session import Sampling, prefill
 from locret_kit.samples.haystack import load_text
 from locret_kit.settings import RunSettings
+
+sys.path.append(str(Path(__file__).parents[1]))
+from decoding import decode
 
 
 @torch.inference_mode()

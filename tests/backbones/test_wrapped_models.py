@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, cpu_offload, dispatch_model
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from policy_runs import tokens
+from policy_runs import decode, tokens
 from tiny_lora import adapted as lora
 from tiny_models import tiny_model
 from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
@@ -26,7 +26,7 @@ from locret_kit.backbones.probe import describe
 from locret_kit.config.recipes import load_config
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.engine import Engine, Request, run
-from locret_kit.runtime.session import Answer, Sampling, decode, prefill
+from locret_kit.runtime.session import Answer, Sampling, prefill
 from locret_kit.serving.engine_thread import EngineThread
 from locret_kit.settings import RunSettings
 from locret_kit.training.module import HeadTraining

@@ -7,14 +7,14 @@ from unittest import mock
 
 import pytest
 import torch
-from policy_runs import EVICTING, LENGTH, backbone, by_kind, held, make, tokens
+from policy_runs import EVICTING, LENGTH, backbone, by_kind, decode, held, make, tokens
 
 from locret_kit import attach
 from locret_kit.cache import context, step
 from locret_kit.cache.backend import BACKENDS
 from locret_kit.runtime.engine import Engine
 from locret_kit.runtime.sequence import Request
-from locret_kit.runtime.session import decode, prefill
+from locret_kit.runtime.session import prefill
 
 MODES = {
     "compact": {}, "pins": {"protect": "first"}, "original": {"positions": "original"}, "clipped": {"positions": "clipped(60)"},

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from policy_runs import tokens
+from policy_runs import decode, tokens
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache
 from locret_kit.cache.context import Stage
 from locret_kit.cache.saved import save_cache
-from locret_kit.runtime.session import decode, prefill
+from locret_kit.runtime.session import prefill
 
 POLICIES = ["streaming merge=nearest", "streaming recall=blocks(size=4,take=2)", "minference", "streaming"]
 """A policy of each stage, and one without."""

@@ -6,12 +6,15 @@ from itertools import product
 import pytest
 import torch
 from bounded_masks import IDS, bounded, mask_by_definition
+from scripts_loaded import load_script
 from tiny_models import tiny_model
 
 from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.libraries import ASKED_FOR_STATES, CACHE
 from locret_kit.cache.saved import load_cache, save_cache
-from locret_kit.runtime.session import decode, prefill
+from locret_kit.runtime.session import prefill
+
+decode = load_script("scripts/decoding.py").decode
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 TOKENS, BODY = 67, 62

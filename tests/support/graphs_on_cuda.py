@@ -15,6 +15,7 @@ from unittest import mock
 
 import tiny_models
 import torch
+from scripts_loaded import load_script
 from tiny_heads import tiny_heads
 
 from locret_kit import BoundedCache, attach
@@ -24,7 +25,9 @@ from locret_kit.runtime.drivers import dense
 from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.engine import Engine
 from locret_kit.runtime.sequence import Request
-from locret_kit.runtime.session import Sampling, decode, prefill
+from locret_kit.runtime.session import Sampling, prefill
+
+decode = load_script("scripts/decoding.py").decode
 
 LENGTH, STEPS = 300, 60
 SETTINGS = dict(chunk=10, prompt_length=LENGTH, stabilizers=8, local_len=16, backend="triton")

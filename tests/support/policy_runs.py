@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from scripts_loaded import load_script
 from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 
@@ -16,7 +17,9 @@ from locret_kit.backbones.libraries import CACHE
 from locret_kit.policies.base import Selection
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.registry import policies
-from locret_kit.runtime.session import decode, prefill
+from locret_kit.runtime.session import prefill
+
+decode = load_script("scripts/decoding.py").decode
 
 LENGTH = 83
 SMALL = dict(chunk=13, stabilizers=4, local_len=5)

@@ -5,6 +5,7 @@ from array import array
 
 import pytest
 import torch
+from scripts_loaded import load_script
 from served import ask_together
 from tiny_decoders.checks import PROMPT, Subject
 from tiny_decoders.needed import Sizes
@@ -14,11 +15,13 @@ from tiny_tokenizer import tiny_tokenizer
 from locret_kit import BoundedCache, RetainingHeads, attach
 from locret_kit.config.recipes import load_config
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.runtime.session import decode, prefill
+from locret_kit.runtime.session import prefill
 from locret_kit.samples import Sample
 from locret_kit.serving.engine_thread import EngineThread
 from locret_kit.settings import RunSettings
 from locret_kit.training.module import HeadTraining
+
+decode = load_script("scripts/decoding.py").decode
 
 KINDS = {
     "experts": "qwen3_moe", "latent": "deepseek_v3", "shared keys": "gemma4_text shared", "gated delta rule": "qwen3_next",
