@@ -246,7 +246,7 @@ def policies() -> str:
         needs = {
             "retaining heads": policy.needs_heads,
             "a backbone whose rotation is known": policy.needs_unrotated,
-            "the backbone's probability of each token": policy.needs_logits,
+            "the backbone's probability of each token": policy.score.needs_logits,
             f"statistics of attention ({', '.join(sorted(policy.statistics))})": bool(policy.statistics),
             "queries of the newest tokens": policy.recent(512) > 0,
         }

@@ -276,7 +276,7 @@ class Context:
     def evicts_after_forward(self) -> bool:
         """Whether evictions wait for the end of a block's forward. Some scores need the final hidden states, and
         some later layers read the same rows."""
-        return self.policy.needs_logits or self.spec.shared
+        return self.policy.score.needs_logits or self.spec.shared
 
     def rope(self, layer: int) -> Rope:
         """The rotation of a layer, for policies that need it.

@@ -124,7 +124,7 @@ def fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where
                 expected |= {f"layers.{number}.{name}": form for name, form in found.items()}
     if any(seen):
         expected |= {size.name: ((size.dtype or dtype,), size.shape) for size in spec.state_sizes}
-        if ctx.policy.needs_logits:
+        if ctx.policy.score.needs_logits:
             expected[HIDDEN] = (dtype,), (1, 1, text_config(ctx.model).hidden_size)
     if REREAD in tensors:
         expected[REREAD] = (torch.int32,), (tensors[REREAD].numel(),)

@@ -270,7 +270,7 @@ class TextState:
         """Score the block that was just read by its tokens' final hidden states where the policy does, then evict where that is
         due."""
         ctx, began = self.context, time.perf_counter()
-        if ctx.policy.needs_logits:
+        if ctx.policy.score.needs_logits:
             self.last_hidden = view.score_by_logits(ctx, self.layers, hidden_BTE, ids_BT, self.last_hidden)
         ctx.counters.score_s += time.perf_counter() - began
         # Only now: in a forward, later layers read rows that earlier ones have written.
@@ -342,7 +342,7 @@ class TextForward(Handler):
         state = self.state
         state.bind(model)
         ctx = state.context
-        if ctx.policy.needs_logits and "logits_to_keep" in arguments:
+        if ctx.policy.score.needs_logits and "logits_to_keep" in arguments:
             arguments = {**arguments, "logits_to_keep": 0}  # Gemma 4 leaves other tokens out of its last layers
         return checked_arguments(arguments, ctx, state.seen, state.layers[0].rows if state.layers else 0)
 

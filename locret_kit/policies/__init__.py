@@ -136,11 +136,6 @@ class Policy:
         return self.score.needs_unrotated or self.score.needs_heads or self.merge is not None or far
 
     @property
-    def needs_logits(self) -> bool:
-        """Whether the backbone's probability of each token is needed."""
-        return self.score.needs_logits
-
-    @property
     def statistics(self) -> frozenset[str]:
         """Running statistics that the parts read, and that of ``evidence``."""
         recall = frozenset() if self.recall is None else self.recall.statistics

@@ -27,7 +27,7 @@ def traits(subject: Subject) -> Iterator[tuple[str, object]]:
     policy, description, bits, stages = subject
     yield "stages", stages
     yield from ((name, getattr(policy, name) is not None) for name in PARTS)
-    yield from {"ragged": policy.ragged, "grows": policy.keeps_everything, "logits": policy.needs_logits}.items()
+    yield from {"ragged": policy.ragged, "grows": policy.keeps_everything, "logits": policy.score.needs_logits}.items()
     yield "recall by the tail", policy.recall is not None and not policy.recall.reading
     yield "memory", policy.score.memory(1 << 20)
     yield from {"bits": bits is not None, "codes": bits not in (None, 8)}.items()

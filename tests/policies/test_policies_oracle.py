@@ -107,7 +107,7 @@ class Pair:
 
     def step(self, tokens: int) -> None:
         """The next tokens in one piece; a policy that reads logits takes no piece across a boundary."""
-        if not self.policy.needs_logits:
+        if not self.policy.score.needs_logits:
             self.piece(tokens)
             return
         while tokens:
@@ -117,7 +117,7 @@ class Pair:
 
     def piece(self, tokens: int) -> None:
         s = self.setting
-        entropy = self.surprise(tokens) if self.policy.needs_logits else None
+        entropy = self.surprise(tokens) if self.policy.score.needs_logits else None
         for layer, mine in enumerate(self.layers):
             q = 1.5 * self.rng.standard_normal((s.H * s.G, tokens, D))
             k = self.key_scale * self.rng.standard_normal((s.H, tokens, D))

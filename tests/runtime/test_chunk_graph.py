@@ -58,7 +58,9 @@ def same(policy: str, family: str = "llama", **rest) -> TapedDecoder:
 def test_policies(policy):
     """What can be replayed is; the others say why not, and are read as ever."""
     parsed = parse_policy(policy)
-    refused = parsed.ragged or parsed.merge is not None or parsed.needs_logits or bool(parsed.score.memory(LENGTH))
+    refused = (
+        parsed.ragged or parsed.merge is not None or parsed.score.needs_logits or bool(parsed.score.memory(LENGTH))
+    )
     driver = same(policy, positions=RULES[EVICTING.index(policy) % 3])
     assert (driver.reason is not None) == refused, driver.reason
     if not refused:
