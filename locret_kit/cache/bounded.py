@@ -19,8 +19,7 @@ from ..settings import INT32_MAX, Resolved, RunSettings
 from .context import CacheCounters, Context, Pins, Stage
 from .due import Schedule
 from .options import CacheOptions
-from .pins import pins_of, without
-from .second_reading import Kept, to_prompt_positions
+from .pins import Kept, pins_of, to_prompt_positions, without
 from .state import CannotFork, TextForward, TextState
 from .storage.codec import check_storage
 from .storage.rows import BoundedLayer
