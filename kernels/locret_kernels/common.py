@@ -4,8 +4,6 @@ A head of 96 columns is read as 64 + 32, so that no lane works on padding: ``D0`
 ``D1`` may be 0.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -334,19 +334,16 @@ class VarlenRows:
     """Keys and values ``[N, D]``."""
     positions_N: Tensor
     stats_XN: Tensor
-    starts_BH: Tensor
-    """First row of each head, and their number."""
-    lengths_BH: Tensor
-    longest: int
-    """No head has more rows."""
+    spans: Spans
+    """Rows of each head."""
 
     def newest(self, window: int | None) -> VarlenRows:
         """Rows of every head, at most the ``window`` newest ones."""
         if window is None:
             return self
-        seen_BH = self.lengths_BH.clamp(max=window)
-        starts_BH = self.starts_BH + (self.lengths_BH - seen_BH)
-        return replace(self, starts_BH=starts_BH, lengths_BH=seen_BH, longest=min(self.longest, window))
+        starts_BH, lengths_BH, longest = self.spans
+        seen_BH = lengths_BH.clamp(max=window)
+        return replace(self, spans=Spans(starts_BH + (lengths_BH - seen_BH), seen_BH, min(longest, window)))
 
 
 def decode_rows(
@@ -365,14 +362,13 @@ def decode_rows(
     """
     q_BQD = q_BQ1D.squeeze(2)  # one token: no axis of its own
     decode = function("ragged_decode", backend)
-    spans = Spans(flat.starts_BH, flat.lengths_BH, flat.longest)
     if not (statistics and group):
-        decoded = decode(q_BQD, flat.rows, spans, scaling, rotation, received=bool(statistics))
+        decoded = decode(q_BQD, flat.rows, flat.spans, scaling, rotation, received=bool(statistics))
         if statistics:
             _accumulate_statistics(flat, flat.stats_XN, decoded.received_BHS, statistics)
         return decoded.out_BQD.unsqueeze(2)
     # One call per query head of a group, since a call returns the mean of what its query heads gave.
-    heads = [decode(q_BQD[:, g::group], flat.rows, spans, scaling, rotation, received=True) for g in range(group)]
+    heads = [decode(q_BQD[:, g::group], flat.rows, flat.spans, scaling, rotation, received=True) for g in range(group)]
     received = [one.received_BHS for one in heads]
     mean_BHS = torch.stack(received).mean(0)
     for stats_XN, one in zip(flat.stats_XN.unflatten(0, (1 + group, -1)), (mean_BHS, *received), strict=True):
@@ -389,8 +385,9 @@ def gain(statistic: str, weights_XS: Tensor, seen_X: Tensor) -> Tensor:
 
 def _accumulate_statistics(flat: VarlenRows, stats_XN: Tensor, received_BHS: Tensor, statistics: Sequence[str]) -> None:
     """Add the attention ``[B, H, S]`` of one query to the running statistics, which are defined by ``column_stats``."""
-    rank_S = torch.arange(flat.longest, device=received_BHS.device)
+    starts_BH, lengths_BH, longest = flat.spans
+    rank_S = torch.arange(longest, device=received_BHS.device)
     # Row [B, H, longest] of each rank; ranks past a head's end add zero to its first row.
-    index_BHS = flat.starts_BH[..., None] + rank_S.where(rank_S < flat.lengths_BH[..., None], 0)  # 0 is added there
+    index_BHS = starts_BH[..., None] + rank_S.where(rank_S < lengths_BH[..., None], 0)  # 0 is added there
     for stat_N, name in zip(stats_XN, statistics, strict=True):
-        stat_N.index_add_(0, index_BHS.flatten(), gain(name, received_BHS, flat.lengths_BH).flatten().to(stat_N.dtype))
+        stat_N.index_add_(0, index_BHS.flatten(), gain(name, received_BHS, lengths_BH).flatten().to(stat_N.dtype))

@@ -68,10 +68,10 @@ def _rotate_query(
     distance where that places them higher (see ``rotation``)."""
     span, both = ctx.positions.span or 0, (rope, rope.of_queries)
     if not span and ctx.backend.launches:  # it rotates the query too
-        return q, Angles(*(one.steps(varlen.longest, q.device) for one in both))
-    of_keys, of_queries = (ctx.tables.upto(one, max(span, varlen.longest), q) for one in both)
+        return q, Angles(*(one.steps(varlen.spans.longest, q.device) for one in both))
+    of_keys, of_queries = (ctx.tables.upto(one, max(span, varlen.spans.longest), q) for one in both)
     # The query stands where its own row does, which is the newest of its head.
-    newest_BH, place_N = varlen.lengths_BH - 1, None
+    newest_BH, place_N = varlen.spans.lengths_BH - 1, None
     if span:
         now = seen if isinstance(seen, Tensor) else torch.tensor(seen, device=q.device)
         before = (now - span).clamp(min=0)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from locret_kernels.backend import function
 from locret_kernels.enter import HeadProduct, Score
+from locret_kernels.ragged_decode import Spans
 
 from ..backbones.handlers import LayerInput, Softmax
 from ..backbones.rope import Rope, Tables
@@ -34,12 +35,10 @@ class RowIndex:
 
     at_NH: Tensor
     """Number of its row in each head."""
-    starts_NH: Tensor
-    lengths_NH: Tensor
-    """Rows that it sees, its own included."""
+    spans: Spans
+    """Rows that it sees in each head, its own included."""
     seen_N1: Tensor
     """Tokens of each text before it (int32)."""
-    longest: int
 
 
 RowNumbers = tuple[int, tuple[tuple[int, int, int, int], ...]]
@@ -78,7 +77,7 @@ class StepTables:
             lengths_NH = (rows_N + 1)[:, None].expand_as(starts_NH).contiguous()
             longest = 1 + max(rows for _, _, rows, _ in key[1]) if given is None else pool.shape.rows
             at_NH = starts_NH + rows_N[:, None]
-            self._indices[key] = RowIndex(at_NH, starts_NH, lengths_NH, seen_N[:, None].int(), longest)
+            self._indices[key] = RowIndex(at_NH, Spans(starts_NH, lengths_NH, longest), seen_N[:, None].int())
         return self._indices[key]
 
     def rotation_tables(self, index: RowIndex, rope: Rope, like: Tensor) -> Tables:
@@ -217,7 +216,7 @@ class TextBatch:
             score = torch.cat([scores_of(one, k_NHD[:1, :, None]) for one in made], 2)
         index, q_NQ1D = self._step.index(pool, rows), q_NQD[:, :, None]
         if first.recent:  # as they came: a score rotates the newest queries for the rows that an eviction leaves
-            pool.append_queries(index.starts_NH[:, 0], q_NQD, first.recent)
+            pool.append_queries(index.spans.starts_BH[:, 0], q_NQD, first.recent)
         if (rope := ctx.write_rope(first)) is not None:
             k_NHD = ctx.backend.rotate(k_NHD[:, :, None], *self._step.rotation_tables(index, rope, q_NQD))[:, :, 0]
             q_NQ1D = ctx.backend.rotate(q_NQ1D, *self._step.rotation_tables(index, rope.of_queries, q_NQD))
@@ -226,9 +225,7 @@ class TextBatch:
         enter(pool.rows, index.at_NH.T, k_NHD.transpose(0, 1), v_NHD.transpose(0, 1), index.seen_N1[:, 0], score)
         statistics = ctx.statistics if first.window is None else ()
         stats = pool.stats[: len(statistics) * (1 + ctx.group)]
-        varlen = VarlenRows(
-            (pool.keys, pool.values), pool.positions, stats, index.starts_NH, index.lengths_NH, index.longest
-        ).newest(first.window)
+        varlen = VarlenRows((pool.keys, pool.values), pool.positions, stats, index.spans).newest(first.window)
         out = attend_varlen(ctx, first, varlen, q_NQ1D, first.seen)
         # Each by its own schedule; what moves lies in its own page.
         for i, (own_ctx, own), due in zip(members, texts, dues, strict=False):

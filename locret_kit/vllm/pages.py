@@ -5,8 +5,6 @@ New tokens are scored at once. Texts with one new token are decoded in one call,
 another (see ``TextBatch``). Each layer counts the tokens that it receives, so vLLM needs no reports.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace

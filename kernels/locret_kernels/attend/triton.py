@@ -6,8 +6,6 @@ over those that do not see all of the slots. A tile of slots by queries is summe
 of queries are its columns added up, so the loop waits for no other warp.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

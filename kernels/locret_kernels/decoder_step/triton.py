@@ -4,8 +4,6 @@ A program holds a few rows of a matrix and walks over all rows with the stride o
 with programmatic dependent launch (PDL) a program loads its first tile before it waits for the previous launch.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

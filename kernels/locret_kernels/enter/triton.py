@@ -4,8 +4,6 @@ A program copies some tokens of one head. Of a few tokens it computes their scor
 does that for all heads, in one product, so that activations are read and computed once.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -4,8 +4,6 @@ A row is read once and written once; torch's own operators pass over it ten time
 reference rounds; a rotation is of float32 between. One half of each of its tables is read, since both are alike.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

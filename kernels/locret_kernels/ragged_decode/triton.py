@@ -12,8 +12,6 @@ Codes become numbers in registers: only the bytes of a row in few bits are read,
 rotated: those of the tail are rotated before the kernel, and the output is rotated back after it.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

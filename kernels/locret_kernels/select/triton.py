@@ -9,8 +9,6 @@ and rows that stay where they are cost nothing. Columns are independent, so a he
 one kind are one launch, wherever they lie: the kernel reads from a table where each begins.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

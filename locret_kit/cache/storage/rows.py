@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from locret_kernels.backend import DEFINITIONS, function
 from locret_kernels.enter import HeadProduct, Levels, RowBuffers, Score
+from locret_kernels.ragged_decode import Spans
 
 from ...backbones.handlers import Softmax
 from ..attend import VarlenRows
@@ -271,10 +272,9 @@ class BoundedLayer(CacheLayerMixin):
 
     def varlen(self) -> VarlenRows:
         """The rows as they are stored, of all heads together."""
-        starts, lengths = self.layout.spans()
+        spans = Spans(*self.layout.spans(), self.layout.longest)
         # Statistics [statistics, N]: the axes of one of them are those of the positions.
-        stats = self.stats.flatten(1)
-        return VarlenRows(self.codec.flat(), self.positions.flatten(), stats, starts, lengths, self.layout.longest)
+        return VarlenRows(self.codec.flat(), self.positions.flatten(), self.stats.flatten(1), spans)
 
     def head(self, name: str, h: int) -> Tensor:
         """One head's rows of a buffer, of shape ``[rows, ...]``, in place."""

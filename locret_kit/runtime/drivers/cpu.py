@@ -185,7 +185,7 @@ class RowPointers:
         own: dict[int, tuple[Rope, Tensor]] = {}
         for layer, rows in enumerate(cache.bounded):
             flat = rows.varlen()
-            starts_LH[layer], lengths_LH[layer] = flat.starts_BH[0].numpy(), flat.lengths_BH[0].numpy()
+            starts_LH[layer], lengths_LH[layer] = (x[0].numpy() for x in flat.spans[:2])
             fields: dict[str, object] = dict(
                 starts=starts_LH[layer].ctypes.data, lengths=lengths_LH[layer].ctypes.data,
                 positions=flat.positions_N, scores=rows.scores, window=rows.window, before=0 if ctx.positions.span else -1,

@@ -293,7 +293,7 @@ class GraphDriver(StepGraphs[ChunkForm]):
             self.cache.handler.fixed = lambda layer: StaticStep(self.seen, position_T)
         else:
             # Once for all layers: the rows of every head, the new token's included.
-            lengths_LBH = self.length_L[:, None, None].expand(-1, *self.flats[0].starts_BH.shape) + 1
+            lengths_LBH = self.length_L[:, None, None].expand(-1, *self.flats[0].spans.starts_BH.shape) + 1
             self.cache.handler.fixed = partial(self._static_step, position_T, lengths_LBH)
         try:
             if self.dense is not None:
@@ -305,8 +305,8 @@ class GraphDriver(StepGraphs[ChunkForm]):
     def _static_step(self, position_T: Tensor, lengths_LBH: Tensor, layer: int) -> StaticStep:
         """Place of a layer's new token, and the rows that it sees. The device has their number."""
         flat, rows = self.flats[layer], self.cache.bounded[layer]
-        seen = replace(flat, lengths_BH=lengths_LBH[layer]).newest(rows.window)
-        seen = replace(seen, longest=rows.capacity)
+        seen = replace(flat, spans=flat.spans._replace(lengths_BH=lengths_LBH[layer])).newest(rows.window)
+        seen = replace(seen, spans=seen.spans._replace(longest=rows.capacity))
         return StaticStep(self.seen, position_T, self.length_L[layer : layer + 1], seen)
 
 
