@@ -90,7 +90,7 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
 
     from ..backbones.load import choose_precision, load_config, pick_device
     from ..cache.rotation import Positions
-    from ..vllm.ranks import Ranks
+    from ..vllm.pages import Ranks
     from ..vllm.server_settings import Pages
     from ..vllm.worker import Worker, engine_options
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ..engine import BoundedCache
 from ..validation import build
-from .pages import EnginePages
-from .ranks import Ranks
+from .pages import EnginePages, Ranks
 from .refusals import refuse_engine
 from .server_settings import ServerSettings, VllmSettings
 

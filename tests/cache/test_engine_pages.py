@@ -9,8 +9,7 @@ from locret_kit.backbones.handlers import Softmax
 from locret_kit.cache import step as step_module
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings
-from locret_kit.vllm.pages import EnginePages, EngineStep, Turn
-from locret_kit.vllm.ranks import Ranks
+from locret_kit.vllm.pages import EnginePages, EngineStep, Ranks, Turn
 
 SETTINGS = RunSettings(budget=24, chunk=8, stabilizers=3, local_len=4, positions="compact")
 LAYERS, HEADS, D = 2, (4, 2, 2), 8

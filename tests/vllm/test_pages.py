@@ -15,8 +15,7 @@ from locret_kit.cache.pages import page_bytes
 from locret_kit.engine import RetainingHeads
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings
-from locret_kit.vllm.pages import EnginePages
-from locret_kit.vllm.ranks import Ranks
+from locret_kit.vllm.pages import EnginePages, Ranks
 from locret_kit.vllm.server_settings import Pages
 
 SETTINGS = dict(budget=64, chunk=32, stabilizers=8, local_len=16, positions="compact")

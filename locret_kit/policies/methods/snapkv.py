@@ -1,7 +1,7 @@
 """Attention of the newest queries: SnapKV, arXiv 2404.14469 (pooled over neighbours), with PyramidKV, arXiv 2406.02069, whose
-lower layers get more slots, and Ada-KV, arXiv 2407.11550, whose heads share a layer's slots by need; DefensiveKV, arXiv 2510.13334
-(the most that any of them pays, and a prior for the rest); DropKV (what attention's output loses when one slot is dropped,
-exactly); R-KV, arXiv 2505.24133 (less what other keys say too)."""
+lower layers get more slots, and Ada-KV, arXiv 2407.11550, whose heads share a layer's slots by need; DefensiveKV, arXiv
+2510.13334 (the most that any of them pays, and a prior for the rest); DropKV (what attention's output loses when one slot is
+dropped, exactly); R-KV, arXiv 2505.24133 (less what other keys say too)."""
 
 from typing import Annotated, ClassVar
 
