@@ -32,7 +32,7 @@ from ..validation import build, display
 from . import file
 from .bounded import BoundedCache
 from .context import Context
-from .restore import CREATED, DTYPES, HIDDEN, MOST_PINS, REREAD, Saved, fill, shape_in_file
+from .restore import CREATED, DTYPES, HIDDEN, REREAD, Saved, fill, shape_in_file
 from .storage.exports import export_rows
 
 APART = "document."
@@ -118,8 +118,6 @@ class CacheFile:
             tensors[HIDDEN] = cache.state.last_hidden
         if cache.reread_positions:
             tensors[REREAD] = torch.tensor(cache.reread_positions, dtype=torch.int32, device="cpu")
-        if len(cache.pins) > MOST_PINS:
-            raise ValueError(f"pins: {len(cache.pins)} ranges must be at most {MOST_PINS} in a file")
         # By content: names are written for people, fingerprints decide.
         known = (origin or Origin.of(ctx.model, cache.heads)).scored(by_heads=cache.heads is not None)
         saved = Saved(

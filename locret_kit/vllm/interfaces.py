@@ -6,16 +6,12 @@ import inspect
 from collections.abc import Iterator
 from importlib import import_module
 
-ATTENTION, CACHES, CONNECTOR = (
-    "vllm.v1.attention.backend",
-    "vllm.v1.kv_cache_interface",
-    "vllm.distributed.kv_transfer.kv_connector.v1.base",
-)
-PROCESSOR, LAYERS, REGISTRY = (
-    "vllm.v1.sample.logits_processor",
-    "vllm.model_executor.layers",
-    "vllm.v1.attention.backends.registry",
-)
+ATTENTION = "vllm.v1.attention.backend"
+CACHES = "vllm.v1.kv_cache_interface"
+CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+PROCESSOR = "vllm.v1.sample.logits_processor"
+LAYERS = "vllm.model_executor.layers"
+REGISTRY = "vllm.v1.attention.backends.registry"
 INTERFACES = (
     # Attention within a layer's forward, and what a forward has in all of them.
     (ATTENTION, "AttentionBackend.customize_spec", ("spec",)),
