@@ -13,10 +13,10 @@ import torch
 from locret_kernels import backend, common
 from locret_kernels.attend import STATISTICS, Blocks
 from locret_kernels.decoder_step import RowProducts
-from locret_kernels.enter import HeadProduct, Levels, RowBuffers
 from locret_kernels.product import FORMATS
 from locret_kernels.quantise import CHANNELS
 from locret_kernels.ragged_decode import Angles, ByteRows, PackedRows, Rotation, Spans, angle_steps
+from locret_kernels.rows import HeadProduct, Levels, RowBuffers
 
 
 @dataclass(frozen=True)

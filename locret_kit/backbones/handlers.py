@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self, TypeAlias
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from locret_kernels.enter import HeadProduct
+from locret_kernels.rows import HeadProduct
 
 Arguments = dict[str, Any]
 """Arguments of the decoder's forward, by name."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from locret_kernels.enter import HeadProduct
+from locret_kernels.rows import HeadProduct
 
 from ..backbones.decoder_attention import DecoderAttention
 from ..backbones.decoder_modules import decoder_of, is_untouched

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from locret_kernels.enter import RowBuffers
+from locret_kernels.rows import RowBuffers
 
 from ..backbones.spec import AttentionLayer, BackboneSpec, spec_of
 from ..backbones.stand_in import config_of_rank

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from locret_kernels.attend import ChunkRotation
-from locret_kernels.enter import Score
 from locret_kernels.ragged_decode import Angles, Rotation
+from locret_kernels.rows import Score
 
 from ..backbones.handlers import Softmax
 from ..backbones.rope import Rope

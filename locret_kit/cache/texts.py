@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from locret_kernels.backend import function
-from locret_kernels.enter import HeadProduct, Score
 from locret_kernels.ragged_decode import Spans
+from locret_kernels.rows import HeadProduct, Score
 
 from ..backbones.handlers import LayerInput, Softmax
 from ..backbones.rope import Rope, Tables

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from locret_kernels.enter import HeadProduct, Score
+from locret_kernels.rows import HeadProduct, Score
 
 from ..backbones.rope import Rope, rotate
 from ..heads import RetainingHead

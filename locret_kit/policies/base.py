@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from locret_kernels.attend import Blocks
 from locret_kernels.backend import function
-from locret_kernels.select import rank_of as rank_of
+from locret_kernels.rows import rank_of as rank_of
 
 from ..backbones.spec import BackboneSpec
 from ..validation import Description, validate_fields

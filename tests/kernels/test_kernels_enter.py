@@ -4,8 +4,8 @@ import pytest
 import torch
 from interpreted import BOTH, close, random
 
-from locret_kernels.enter import HeadProduct, Levels, RowBuffers
 from locret_kernels.quantise import row_numbers
+from locret_kernels.rows import HeadProduct, Levels, RowBuffers
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

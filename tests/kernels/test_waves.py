@@ -10,8 +10,8 @@ import torch
 from interpreted import KERNELS, common, random
 from scripts_loaded import ROOT, load_script
 
-from locret_kernels.enter import HeadProduct, RowBuffers
 from locret_kernels.ragged_decode import Spans
+from locret_kernels.rows import HeadProduct, RowBuffers
 
 check = load_script("scripts/compile_check.py")
 TABLE = check.read(ROOT / "kernels" / "benchmarks" / "compile_table.csv")

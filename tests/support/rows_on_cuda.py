@@ -8,7 +8,7 @@ A process of its own, since the tests interpret the kernels: ``python tests/supp
 import torch
 
 from locret_kernels import backend, common
-from locret_kernels.enter import HeadProduct, RowBuffers
+from locret_kernels.rows import HeadProduct, RowBuffers
 
 SIZES = ((700, 600, 64), (4500, 4300, 96), (33000, 100, 128))
 """Slots, those that stay, and the head size: one block of slots, three, and many."""

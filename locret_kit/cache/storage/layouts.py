@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from locret_kernels.backend import function
-from locret_kernels.select import Addresses, kept_rows
+from locret_kernels.rows import Addresses, kept_rows
 
 from ...registry import Registry
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from locret_kernels.backend import DEFINITIONS, function
-from locret_kernels.enter import HeadProduct, Levels, RowBuffers, Score
 from locret_kernels.ragged_decode import Spans
+from locret_kernels.rows import HeadProduct, Levels, RowBuffers, Score
 
 from ...backbones.handlers import Softmax
 from ..attend import VarlenRows

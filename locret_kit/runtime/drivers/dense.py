@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from locret_kernels.backend import function
 from locret_kernels.decoder_step import RowProducts, composed
-from locret_kernels.enter import HeadProduct
+from locret_kernels.rows import HeadProduct
 
 from ...backbones.handlers import Handler, Softmax
 from ...backbones.products import Product
