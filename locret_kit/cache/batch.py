@@ -7,6 +7,7 @@ text may be at its prompt while another is decoded, and texts come and go betwee
 
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -167,9 +168,7 @@ class BatchCache(ForwardOfTexts):
         heads = loaded(heads)  # once for all rows
         # Refused here and not at the first forward.
         options = CacheOptions.of(settings, policy, heads, given, stages)
-        self._cache_for = lambda count: BoundedCache(
-            options.settings, options.policy, heads, prompt_length=count, stages=stages
-        )
+        self._cache_for = partial(BoundedCache, options.settings, options.policy, heads, stages=stages)
         self.reset()
 
     @property
@@ -203,7 +202,7 @@ class BatchCache(ForwardOfTexts):
             # The prompt: every row is a text of its own from here on.
             if not all(counts):
                 raise ValueError(f"attention_mask shows no token of row {counts.index(0)} in {T} columns: {WHOLE}")
-            texts = [self._cache_for(count) for count in counts]
+            texts = [self._cache_for(prompt_length=count) for count in counts]
         elif len(texts) != B:
             raise ValueError(f"batch={B} must be {len(texts)}, for which this cache has its buffers")
         elif self.columns == self.prompt and T > 1:

@@ -176,9 +176,8 @@ class Context:
         # Where the rotation is known, the kit rotates: frequencies are then chosen once for the whole prompt.
         scheme = settings.positions or ("compact" if known else "original")
         sizes = spec.head_dim, model.dtype, (spec.n_heads, spec.n_kv_heads)
-        backend = backend_for(
-            settings.backend, model.device, *sizes, None if policy.keeps_everything else schedule.steady
-        )
+        steady = None if policy.keeps_everything else schedule.steady
+        backend = backend_for(settings.backend, model.device, *sizes, steady)
         if description.has_weighted_rotations:  # kernels read one half of a table, and take the other to be like it
             backend = REFERENCE
         placed = Positions.parse(scheme, getattr(config, "max_position_embeddings", None) or 0)

@@ -191,9 +191,8 @@ class TextBatch:
                 first, end = starts[0], starts[0] + len(starts)
                 # Tokens side by side, as they mostly are, need no index.
                 side_by_side = starts == list(range(first, end))
-                self._groups.append(
-                    (members, slice(first, end) if side_by_side else torch.tensor(starts, device=device))
-                )
+                at = slice(first, end) if side_by_side else torch.tensor(starts, device=device)
+                self._groups.append((members, at))
         return self._groups
 
     def _decode(

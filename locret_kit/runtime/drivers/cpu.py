@@ -313,13 +313,12 @@ class CpuDriver:
 
     def ready(self, cache: BoundedCache) -> bool:
         """Whether the next token of a cache can come here."""
-        if cache.state.unfinished:
+        state, rows = cache.state, self._rows.get(cache)
+        if state.unfinished:
             return False
-        if (rows := self._rows.get(cache)) is not None and rows.are_of(cache):
+        if rows is not None and rows.are_of(cache):
             return True
-        return (
-            not cache.state.needs_reread and cache.get_seq_length() > 0 and not any(x.codec.open for x in cache.bounded)
-        )
+        return not state.needs_reread and state.seen > 0 and not any(layer.codec.open for layer in state.layers)
 
     def weight_bytes(self, heads: RetainingHeads | None = None) -> int:
         """Bytes of matrices that are read for a token, with those of retaining heads."""
