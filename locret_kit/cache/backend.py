@@ -233,9 +233,7 @@ def backend_for(
         _say_without_kernels(head_size)
     backend = BACKENDS[chosen]
     if backend.kernels == "cpu" and not cpp.runs(attend_on_cpu.SOURCE):
-        raise BackendUnavailable(
-            f"backend={backend.name!r} needs a C++ compiler that knows OpenMP: see the warning before"
-        )
+        raise BackendUnavailable(f"backend={backend.name!r} needs a C++ compiler with OpenMP: see the warning before")
     choose(backend.kernels, device, head_size, dtype)
     if backend.launches:
         backend = copy(backend)

@@ -325,9 +325,7 @@ class BoundedCache(StatefulCache):
         model is not attached."""
         # A backbone's attention calls this first. Where no handler takes over, every row would be lost.
         if active_handler() is not self.handler:
-            raise RuntimeError(
-                "a BoundedCache was given to a model that is not attached: use `with attach(model): ...`"
-            )
+            raise RuntimeError("the model of this BoundedCache is not attached: use `with attach(model): ...`")
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

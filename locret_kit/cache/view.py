@@ -85,18 +85,12 @@ def _keys(ctx: Context, rows: BoundedLayer) -> Tensor:
         cos, sin = rows.layout.per_head_tables(
             lambda n: ctx.tables.first(rope, n, keys, rows.layout.ragged), keys.shape[2]
         )
-    else:
-        cos, sin = _tables(ctx, rope, rows, keys)
+    else:  # those of position 0 at padding, which is on the left and has rank -1: ranks count from a head's first slot
+        valid = rows.layout.valid()
+        rank_BHS = valid.cumsum(-1) - 1
+        place_BHS = ctx.positions.place(rank_BHS, rows.slots("positions"), rows.seen).where(valid, 0)
+        cos, sin = ctx.tables.at(rope, place_BHS, ctx.positions.span, keys)
     return rotate(keys, cos, sin)
-
-
-def _tables(ctx: Context, rope: Rope, rows: BoundedLayer, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin ``[B, H, S, R]`` of every slot's position; those of position 0 at padding."""
-    # Ranks count from a head's first slot; padding is on the left and has rank -1.
-    valid = rows.layout.valid()
-    rank_BHS = valid.cumsum(-1) - 1
-    place_BHS = ctx.positions.place(rank_BHS, rows.slots("positions"), rows.seen).where(valid, 0)
-    return ctx.tables.at(rope, place_BHS, ctx.positions.span, like)
 
 
 def _raw_keys(ctx: Context, rows: BoundedLayer) -> Tensor:
@@ -206,9 +200,7 @@ def score_by_logits(
         ValueError: the tokens are not known.
     """
     if ids_BT is None:
-        raise ValueError(
-            f"policy={ctx.policy.name!r} scores tokens by their probability: give input_ids, not inputs_embeds"
-        )
+        raise ValueError(f"policy={ctx.policy.name!r} scores tokens by probability: give input_ids, not inputs_embeds")
     where = hidden_BTE.device  # which need not be the first layer's
     before = None if before is None else before.to(where)
     score_BT, last_hidden = ctx.policy.score.score_by_logits(ctx.model, hidden_BTE, ids_BT.to(where), before)

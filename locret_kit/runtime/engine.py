@@ -99,9 +99,7 @@ class Engine:
             raise ValueError("the prompt holds no tokens")
         ends, rows = (min(request.ids), max(request.ids)), text_config(self.model).vocab_size
         if ends[0] < 0 or ends[1] >= rows:
-            raise ValueError(
-                f"tokens from {ends[0]} to {ends[1]} must be from 0 to {rows - 1}, the rows of the embedding"
-            )
+            raise ValueError(f"tokens {ends[0]} to {ends[1]} must be from 0 to {rows - 1}, the rows of the embedding")
         if request.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={request.max_new_tokens} must be at least 0")
         sequence = Sequence(request, began=time.perf_counter(), alone=self.alone)
