@@ -16,7 +16,7 @@ from locret_kernels.decoder_step import RowProducts
 from locret_kernels.product import FORMATS
 from locret_kernels.quantise import CHANNELS
 from locret_kernels.ragged_decode import Angles, ByteRows, PackedRows, Rotation, Spans, angle_steps
-from locret_kernels.rows import HeadProduct, Levels, RowBuffers
+from locret_kernels.rows import HeadProduct, RowBuffers
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def of_entering_rows(layer: Layer) -> Iterator[Case]:
     H, D, T, S = at.heads, at.head_size, at.chunk, layer.rows
     flat = (layer.k.reshape(-1, D), layer.v.reshape(-1, D))
     codes = [torch.zeros(H * S, D, dtype=torch.uint8, device=device) for _ in range(2)]
-    levels = Levels(*(x(H * S, D // CHANNELS, dtype=torch.float16) for _ in range(4)))
+    levels = [x(H * S, D // CHANNELS, dtype=torch.float16) for _ in range(4)]
     kinds_of_rows = (0, flat, None), (0, codes, levels), (2, flat, None)
     for n, (kinds, rows, coded) in ((n, one) for n in (T, 1) for one in kinds_of_rows):
         places = torch.zeros(H * S, dtype=torch.int32, device=device), x(H * S, dtype=torch.float32)

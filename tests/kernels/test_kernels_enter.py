@@ -5,7 +5,7 @@ import torch
 from interpreted import BOTH, close, random
 
 from locret_kernels.quantise import row_numbers
-from locret_kernels.rows import HeadProduct, Levels, RowBuffers
+from locret_kernels.rows import HeadProduct, RowBuffers
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -74,7 +74,7 @@ def test_new_rows_in_eight_bits(functions, dtype, T):
     x[0, 0, :32], x[1, 0, :32], x[2, 0, 5] = 0.0, -3.3, 1e5
     k, v = x.to(dtype).split([D, V], -1)
     buffers = [torch.full((H * T, size), 7, dtype=torch.uint8) for size in (D, V)]
-    levels = Levels(*(torch.full((H * T, size // 32), 7.0).half() for size in (D, D, V, V)))
+    levels = [torch.full((H * T, size // 32), 7.0).half() for size in (D, D, V, V)]
     rows = RowBuffers(*buffers, torch.zeros(H * T, dtype=torch.int32), random(H * T), random(0, H * T), levels)
     functions["enter_rows"](rows, 0, k, v, 0, None, apart=T)
     for x, codes, step, zero in ((k, buffers[0], *levels[:2]), (v, buffers[1], *levels[2:])):

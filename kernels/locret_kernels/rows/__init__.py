@@ -20,15 +20,6 @@ __all__ = ["compact_rows", "enter_rows", "select_index", "select_rows"]
 # ---- entry ----------------------------------------------------------------------------------------------------------
 
 
-class Levels(NamedTuple):
-    """Steps and zero points (float16) of rows in 8 bits, for ``C`` groups of channels (``quantise.row_codes``)."""
-
-    key_step_NC: Tensor
-    key_zero_NC: Tensor
-    value_step_NC: Tensor
-    value_zero_NC: Tensor
-
-
 class RowBuffers(NamedTuple):
     """Rows of all heads, end to end; each buffer is contiguous, of the statistics each kind."""
 
@@ -38,8 +29,9 @@ class RowBuffers(NamedTuple):
     scores_N: Tensor
     """Float32, and so are the statistics."""
     stats_XN: Tensor
-    levels: Levels | None = None
-    """Steps and zero points, where keys and values are codes."""
+    levels: Sequence[Tensor] = ()
+    """Steps and zero points of keys, then those of values (float16 ``[N, C]`` for ``C`` groups of channels), where both are codes
+    in 8 bits (``quantise.row_codes``)."""
 
 
 class HeadProduct(NamedTuple):
@@ -77,7 +69,7 @@ def enter_rows(
     if isinstance(at, int) or at.dim() < 2:
         at = at + new_T + apart * torch.arange(H, device=k_HTD.device)[:, None]
     for n, (buffer, x) in enumerate(((rows.keys_ND, k_HTD), (rows.values_ND, v_HTD))):
-        if rows.levels is not None:
+        if rows.levels:
             step, zero = rows.levels[2 * n : 2 * n + 2]
             x, step[at], zero[at] = row_codes(x, x.shape[-1] // step.shape[1])
         buffer[at] = x.to(buffer.dtype)

@@ -154,8 +154,8 @@ def enter_rows(
     elif score is not None:
         given, form = score[0], GIVEN.value
         strides = given.stride()
-    coded = 0 if rows.levels is None else D // rows.levels.key_step_NC.shape[1]
-    if coded and (coded & (coded - 1) or coded * rows.levels.value_step_NC.shape[1] != V):
+    coded = D // rows.levels[0].shape[1] if rows.levels else 0
+    if coded and (coded & (coded - 1) or coded * rows.levels[2].shape[1] != V):
         which = "a power of two, for keys and values (backend='triton')"
         raise ValueError(f"{coded} channels that share a step must be {which}")
     levels = rows.levels or (k_HTD,) * 4

@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from locret_kernels.backend import DEFINITIONS, function
 from locret_kernels.ragged_decode import Spans
-from locret_kernels.rows import HeadProduct, Levels, RowBuffers, Score
+from locret_kernels.rows import HeadProduct, RowBuffers, Score
 
 from ...backbones.handlers import Softmax
 from ..attend import VarlenRows
@@ -208,7 +208,7 @@ class BoundedLayer(CacheLayerMixin):
             first = at[0] if self.layout.ragged else self.rows if first_1 is None else first_1
             keys, values, *levels = codec.flat()
             own = self.positions.flatten(), self.scores.flatten(), self.stats.flatten(1)
-            rows = RowBuffers(keys, values, *own, Levels(*levels) if levels else None)
+            rows = RowBuffers(keys, values, *own, levels)
             function("enter_rows", self.backend)(rows, first, k_HTD, v_HTD, seen, score, apart=self.capacity)
         else:
             new_T = torch.arange(T, device=self.device, dtype=torch.int32)
