@@ -25,8 +25,7 @@ from .drivers import driver_of
 from .engine import Engine
 from .evidence import EvidenceSearch, Passage
 from .report import Report
-from .sampling import Sampling, stop_ids
-from .sequence import Request, Sequence
+from .sequence import Request, Sampling, Sequence, stop_ids
 from .thoughts import Thought
 
 
