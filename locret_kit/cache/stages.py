@@ -293,9 +293,5 @@ def _count(ctx: Context, stats: Tensor, weights_bhGtS: Tensor, seen_bht: Tensor)
 
 def stages_of(policy: Policy) -> tuple[Stage, ...]:
     """The stages of a policy, in the order of their part in an eviction."""
-    stages = (
-        None if policy.merge is None else MergeStage(policy.merge),
-        None if policy.recall is None else RecallStage(policy.recall),
-        None if policy.sparse is None else SparseStage(policy.sparse),
-    )
-    return tuple(stage for stage in stages if stage is not None)
+    made = {"merge": MergeStage, "recall": RecallStage, "sparse": SparseStage}
+    return tuple(stage(getattr(policy, name)) for name, stage in made.items() if getattr(policy, name) is not None)
