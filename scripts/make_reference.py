@@ -194,7 +194,7 @@ def commands() -> str:
 def command_page(command: Command) -> str:
     """A command with every option, and its subcommands."""
     from locret_kit.cli.chat import COMMANDS as inside
-    from locret_kit.evals.figures import FIGURES
+    from locret_kit.evals.report import FIGURES
 
     usage = f"{command.usage.strip()}\n{command.notes}".rstrip()
     blocks = [f"```text\n{usage}\n```", *options(command)]

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from locret_kit.evals.engine import Row
-from locret_kit.evals.figures import COLORS, RC
+from locret_kit.evals.report import COLORS, RC
 from locret_kit.evals.tables import size, summarize
 from locret_kit.files import write_beside
 

@@ -69,7 +69,7 @@ def _table(config: options.TableConfig) -> None:
 
 
 def _figure(config: options.FigureConfig) -> None:
-    from ..evals.figures import draw
+    from ..evals.report import draw
 
     print("\n".join(map(str, draw(config.name, chosen_rows(config), Path(config.out) / "figures", config.width))))
 

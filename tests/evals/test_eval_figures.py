@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from locret_kit.evals import figures
 from locret_kit.evals.engine import Row
-from locret_kit.evals.figures import FIGURES, draw
+from locret_kit.evals.report import FIGURES, draw, needle_grid, score_memory
 
 ROW = Row(
     task="R.PassKey", haystack="jargon", length=4096, budget=512, policy="locret", heads="h", sample=0, score=1.0, depth=0.25,
@@ -43,14 +42,14 @@ def test_a_figure_goes_to_three_files(tmp_path):
 
 
 def test_score_against_memory_shows_the_means_and_wilson_s_intervals():
-    figure = figures.score_memory(rows())
+    figure = score_memory(rows())
     drawn = {bar.get_label(): bar.lines[0].get_xydata().tolist() for bar in figure.axes[0].containers}
     assert drawn == {"full": [[1, 1]], "h2o": [[256, 0.5], [512, 0.5]], "$tova": [[256, 0.5], [512, 0.5]]}
     full = next(bar for bar in figure.axes[0].containers if bar.get_label() == "full")
     of_three_right = full.lines[2][0].get_segments()[0]
     assert of_three_right[:, 1] == pytest.approx([0.4385, 1], abs=1e-4)
     failed = replace(ROW, sample=9, score=None, error="X: y", device="")  # which has no device
-    on_gpu = figures.score_memory([*(replace(row, device="cuda:0") for row in rows()), failed])
+    on_gpu = score_memory([*(replace(row, device="cuda:0") for row in rows()), failed])
     assert on_gpu.axes[0].get_xlabel() == "peak memory (MiB)", "on a CPU it is the process's"
 
 
@@ -61,7 +60,7 @@ def test_the_grid_has_a_row_for_each_tenth_and_a_panel_its_own_lengths():
         for n, depth in enumerate((0.5, 0.25, 0.75))
         for length in (4096, 8192)
     ]
-    one, other, _ = figures.needle_grid([*moved, replace(ROW, length=16384, budget=1024)]).axes
+    one, other, _ = needle_grid([*moved, replace(ROW, length=16384, budget=1024)]).axes
     assert [label.get_text() for label in one.get_yticklabels()] == ["20", "50", "80"]
     assert np.isfinite(one.images[0].get_array()).all()
     assert [[label.get_text() for label in axis.get_xticklabels()] for axis in (one, other)] == [["4K", "8K"], ["16K"]]

@@ -25,8 +25,8 @@ from locret_kit.cache.bounded import BoundedCache, CannotFork
 from locret_kit.cli.eval import main
 from locret_kit.cli.eval_setup import load_parts, run_of
 from locret_kit.config.eval_options import load_eval_config
-from locret_kit.evals.engine import beginning, measure, read_rows, runner
-from locret_kit.evals.engine.beginning import SharedBeginning, shared_lengths
+from locret_kit.evals.engine import measure, read_rows, runner
+from locret_kit.evals.engine.measure import SharedBeginning, shared_lengths
 from locret_kit.evals.tables import summarize, to_csv
 from locret_kit.evals.tasks import Example, Task
 from locret_kit.runtime import drivers
@@ -66,7 +66,7 @@ class Tokens:
 def read_all(prompts: Sequence[array], shared: Sequence[int]) -> int:
     """Tokens that are read of beginnings; every prompt goes on from its own."""
     Tokens.total = 0
-    with mock.patch.object(beginning, "prefill", lambda model, ids, cache: cache.read(ids)):
+    with mock.patch.object(measure, "prefill", lambda model, ids, cache: cache.read(ids)):
         document = SharedBeginning(None, lambda tokens: Tokens(), max(map(len, prompts)))
         for ids, length in zip(prompts, shared, strict=True):
             assert document.fork(ids, length).ids == ids[:length].tolist()

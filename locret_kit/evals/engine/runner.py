@@ -18,8 +18,7 @@ from ...text.tokens import hash_ids
 from ..metrics import as_list, get_metric, library
 from ..tasks.task import NEEDS_REFERENCE, Example
 from . import BM25, ORACLES, Key, Row, Run, Variant, appending, is_oracle, read_rows, reads_alone
-from .beginning import SharedBeginning, shared_lengths
-from .measure import cache_for, error_row, measure_row
+from .measure import SharedBeginning, cache_for, error_row, measure_row, shared_lengths
 
 Rows = dict[Key, Row]
 """Rows by key."""
