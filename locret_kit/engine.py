@@ -4,8 +4,6 @@
 texts of a forward, whose rows lie in its memory as ``PageShape`` says.
 """
 
-from __future__ import annotations
-
 from .backbones.stand_in import StandIn as StandIn
 from .cache.bounded import BoundedCache as BoundedCache
 from .cache.pages import PageShape as PageShape

@@ -1,8 +1,6 @@
 """Backbone, retaining heads and policy of the commands that answer. Names are resolved first; the backbone is loaded
 after all other checks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
