@@ -135,7 +135,7 @@ def test_a_reader_that_left_is_one_line(length, tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
 def test_output_onto_a_full_disk_is_one_line():
     """Also where Python ends, which tries to write it again."""
-    code = "import sys\nfrom locret_kit.cli.info import info\nsys.exit(info(['--help']))"
+    code = "import sys\nfrom locret_kit.cli.documents import info\nsys.exit(info(['--help']))"
     with open("/dev/full", "w") as full:
         given = dict(stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
         done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONUNBUFFERED": ""}, **given)

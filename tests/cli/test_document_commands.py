@@ -19,12 +19,9 @@ from locret_kit import Document
 from locret_kit.backbones import demo
 from locret_kit.backbones.load import load_backbone
 from locret_kit.cli import chat, infer
-from locret_kit.cli.ask import ask, questions_of
 from locret_kit.cli.command import title_of
-from locret_kit.cli.info import info
-from locret_kit.cli.kept import kept
+from locret_kit.cli.documents import ask, info, kept, questions_of, read
 from locret_kit.cli.loading import ASKED
-from locret_kit.cli.read import read
 from locret_kit.config.infer_options import AskOptions
 from locret_kit.heads import RetainingHeads
 from locret_kit.text.tokens import token_texts
@@ -245,7 +242,7 @@ def test_a_pipe_that_is_named_as_a_file_has_no_title(use, tmp_path):
 
 
 def test_info_is_quick_and_shows_the_record(use, book):
-    code = f"import sys\nfrom locret_kit.cli.info import info\ninfo([{str(book)!r}])\n"
+    code = f"import sys\nfrom locret_kit.cli.documents import info\ninfo([{str(book)!r}])\n"
     code += "assert not {'torch', 'transformers'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=HERE)
     assert done.returncode == 0, done.stderr

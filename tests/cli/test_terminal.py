@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from locret_kit.cli import ask, command
+from locret_kit.cli import command, documents
 from locret_kit.runtime.session import ThoughtPiece
 
 
@@ -54,13 +54,13 @@ def test_the_time_that_is_left_is_that_of_a_full_cache(monkeypatch):
 def test_a_line_of_json_is_json_in_every_encoding(monkeypatch, encoding):
     """stdout's own escapes are those of Python, such as \\xe9."""
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding, errors="backslashreplace"))
-    print(ask.json_line({"answer": "caf\xe9 \U0001f600"}), flush=True)
+    print(documents.json_line({"answer": "caf\xe9 \U0001f600"}), flush=True)
     assert json.loads(sys.stdout.buffer.getvalue().decode(encoding)) == {"answer": "caf\xe9 \U0001f600"}
 
 
 def test_a_question_has_no_byte_order_mark(tmp_path):
     (tmp_path / "asked").write_bytes(b"\xef\xbb\xbfWho?\r\n")
-    assert ask.words_of(str(tmp_path / "asked")) == "Who?\n"
+    assert documents.words_of(str(tmp_path / "asked")) == "Who?\n"
 
 
 class Keys(io.RawIOBase):
@@ -82,7 +82,7 @@ class Keys(io.RawIOBase):
 
 
 @pytest.mark.parametrize("lines", [(), (b"caf\xc3\xa9\n", b"Who?\n"), (b"no end",)])
-@pytest.mark.parametrize("read, what", [(command.text_of, "text"), (ask.words_of, "questions")])
+@pytest.mark.parametrize("read, what", [(command.text_of, "text"), (documents.words_of, "questions")])
 def test_one_ctrl_d_ends_what_is_typed(monkeypatch, capsys, lines, read, what):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Keys(*lines)), "utf-8"))
     if read == command.text_of and not lines:

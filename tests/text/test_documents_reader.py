@@ -368,8 +368,8 @@ def test_invisible_breaks_leave_words(make, name):
 
 LOOKED = """
 import contextlib, io, sys
-from locret_kit.cli import ask, chat, infer, info, kept, read
-mains = {**vars(ask), **vars(info), **vars(kept), **vars(read), "chat": chat.main, "infer": infer.main}
+from locret_kit.cli import chat, documents, infer
+mains = {**vars(documents), "chat": chat.main, "infer": infer.main}
 for line in sys.stdin.read().splitlines():
     command, *words = line.split("\t")
     with contextlib.redirect_stderr(io.StringIO()) as said:
