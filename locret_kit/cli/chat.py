@@ -89,7 +89,7 @@ class Screen:
             except EOFError:
                 return
             except KeyboardInterrupt:
-                self.note("Ctrl-D leaves")
+                note("Ctrl-D leaves")
                 yield None
 
     def _lines(self) -> Iterator[str | None]:
@@ -120,7 +120,7 @@ class Screen:
             if time.monotonic() - began >= patience_s:
                 show(done, total)
             if self._pressed:
-                self.note("")  # ends the line
+                note("")  # ends the line
                 raise Stopped
 
         return step
@@ -141,16 +141,12 @@ class Screen:
     def greet(self, text: str) -> None:
         """Say something to a person alone."""
         if self._editor is not None:
-            self.note(text)
-
-    def note(self, text: str) -> None:
-        """Say something that is no answer."""
-        note(text)
+            note(text)
 
     def complain(self, text: str) -> None:
         """Say an error."""
         self.status = int(self._editor is None)
-        self.note(text if self._editor is not None else f"locret-chat: {text}")
+        note(text if self._editor is not None else f"locret-chat: {text}")
 
 
 def line_editor(history_file: str | None) -> PromptSession[str]:
@@ -209,9 +205,9 @@ class Talk:
         self.chat = document.chat(args.history, evidence=self.args.evidence, **self.generation)
         self.document, self.asked, self.turns = document, "", 0
         if args.system:
-            self.screen.note("the system prompt is left out: a document's conversation has the template's")
+            note("the system prompt is left out: a document's conversation has the template's")
         sizes = f"{document.tokens} tokens, {cache.settings.budget} slots, {cache.nbytes / 2**20:.1f} MiB"
-        self.screen.note(f"{document.title or 'untitled'}: {sizes}")
+        note(f"{document.title or 'untitled'}: {sizes}")
 
     def hold(self) -> None:
         """Answer messages until the last one, or /quit."""
@@ -222,7 +218,7 @@ class Talk:
             except Left:
                 return
             except Stopped:
-                self.screen.note("stopped")
+                note("stopped")
             except BrokenPipeError:
                 raise
             except (ValueError, OSError, ImportError, RuntimeError) as error:
@@ -259,14 +255,14 @@ class Talk:
         if (answer := self.chat.answer) is not None:
             empty = () if str(answer).strip() else ("an empty answer",)
             for line in (*evidence_lines(answer), *answer.notices, *empty):
-                self.screen.note(line)
+                note(line)
 
     def retry(self) -> None:
         """Ask the last message again."""
         if not self.asked:
             raise ValueError("no question has been asked yet")
         if self.args.temperature == 0:
-            self.screen.note("at temperature 0 the answer is the same each time: try --temperature 0.7")
+            note("at temperature 0 the answer is the same each time: try --temperature 0.7")
         progress = self.screen.progress(PATIENCE_S)
         undone = len(self.chat.turns) == self.turns  # or stopped before its first word
         self._stream(self.chat.say(self.asked, progress) if undone else self.chat.retry(progress))
@@ -275,12 +271,12 @@ class Talk:
         """Show the thought before the last answer."""
         if not self.chat.turns or not self.chat.turns[-1].thought:
             raise ValueError("the last answer has no thought")
-        self.screen.note(self.chat.turns[-1].thought)
+        note(self.chat.turns[-1].thought)
 
     def undo(self) -> None:
         """Forget the last turn."""
         line = " ".join(self.chat.undo().question.split())
-        self.screen.note(f"forgotten: {line if len(line) <= 60 else line[:57] + '...'}")
+        note(f"forgotten: {line if len(line) <= 60 else line[:57] + '...'}")
 
     def read(self, file: str) -> None:
         """Read a text, or load a document, and begin a conversation about it."""
@@ -298,13 +294,13 @@ class Talk:
 
         began = time.perf_counter()
         whole = DocumentText.of(self.tokenizer, text, True)
-        run = self.chosen.for_text(self.args.run, self.model, whole.ids, self.screen.note, self.args.history)
+        run = self.chosen.for_text(self.args.run, self.model, whole.ids, note, self.args.history)
         document = Document.read(
             self.model, self.tokenizer, whole, run, self.chosen.policy, self.chosen.heads, title=title,
             progress=self.screen.progress(full=run.budget or 0),
         )  # fmt: skip
         self.begin(document)
-        self.screen.note(f"read in {time.perf_counter() - began:.1f} s; /save FILE{SUFFIX} keeps what was read")
+        note(f"read in {time.perf_counter() - began:.1f} s; /save FILE{SUFFIX} keeps what was read")
 
     def save(self, file: str) -> None:
         """Save the document as .locret, or the conversation as .md."""
@@ -321,7 +317,7 @@ class Talk:
                 raise ValueError("the conversation is empty")
             write_text(path.resolve(), self._markdown())
         self.written.add(path.resolve())
-        self.screen.note(f"saved: {path}, {path.stat().st_size / 2**10:.1f} KiB")
+        note(f"saved: {path}, {path.stat().st_size / 2**10:.1f} KiB")
 
     def quit(self) -> None:
         """Leave; so does Ctrl-D."""
@@ -331,7 +327,7 @@ class Talk:
         """List the commands."""
         lines = [f"/{name} {argument}".rstrip() + f"\n    {meaning}" for name, (argument, meaning) in COMMANDS.items()]
         keys = "Enter sends; Alt-Enter, or a backslash at the end, begins another line; Ctrl-C stops an answer."
-        self.screen.note("\n".join((*lines, keys, "// begins a message with /.")))
+        note("\n".join((*lines, keys, "// begins a message with /.")))
 
     def _markdown(self) -> str:
         """The conversation as Markdown."""
@@ -378,7 +374,7 @@ def run(args: ChatOptions) -> int:
         chosen = resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args.run)
         model, tokenizer = chosen.load(args)
     for line in chosen.warnings:
-        screen.note(line)
+        note(line)
     talk = Talk(args, chosen, model, tokenizer, generation, screen)
     if document is not None:
         talk.begin(document)
@@ -386,13 +382,13 @@ def run(args: ChatOptions) -> int:
         given = [f"{name}={value}" for name, value in values.items() if value is not None and value is not False]
         if given:
             said = f"texts that /read reads have {', '.join(given)}"
-            screen.note(f"{file} keeps the settings that it was read with; {said}")
+            note(f"{file} keeps the settings that it was read with; {said}")
     elif file is not None:
         try:
             with screen.working():
                 talk.read_text(text, file.name)
         except Stopped:
-            screen.note("stopped: nothing was read")
+            note("stopped: nothing was read")
     screen.greet(f"{chosen.backbone}, policy {chosen.policy.name}; /help lists the commands")
     talk.hold()
     return screen.status
