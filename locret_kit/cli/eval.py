@@ -23,7 +23,6 @@ def run(argv: list[str]) -> int:
     config = read(options.EVAL, argv)
     if config is None:
         return 0
-    from ..evals.engine import check_policies
     from ..evals.engine.runner import answer, check, left
     from ..evals.report import write_page, write_summary
     from .eval_setup import CONFIG, load_parts, run_config, run_of
@@ -32,7 +31,6 @@ def run(argv: list[str]) -> int:
     if not draws:
         print(f"locret-eval: no figures and no page without matplotlib: {install_line('eval')}", file=sys.stderr)
     load_plugin(config)
-    check_policies(config.policies, config.kv_bits)
     parts = load_parts(config)
     settings = run_config(config, parts)
     made = run_of(config, parts)

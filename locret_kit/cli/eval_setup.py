@@ -166,14 +166,14 @@ def settings_of(
 
 def run_of(config: EvalConfig, parts: EvalParts) -> Run:
     """Load tasks and the backbone, for the ``parts`` of `load_parts`."""
+    columns = variants(config.policies, config.budgets, parts.trained, config.kv_bits)
     tasks = find_tasks(
         config.tasks, haystacks=config.haystacks, data=config.data, samples=config.samples, metric=config.metric
     )
     return Run(
-        setup=load_setup(config, parts), tasks=tasks, variants=variants(config.policies, config.budgets, parts.trained),
-        lengths=config.lengths, samples=config.samples, out=Path(config.out), keep=config.keep,
-        share_prefix=config.share_prefix, rank=int(os.environ.get("RANK", 0)),
-        world_size=int(os.environ.get("WORLD_SIZE", 1)),
+        setup=load_setup(config, parts), tasks=tasks, variants=columns, lengths=config.lengths, samples=config.samples,
+        out=Path(config.out), keep=config.keep, share_prefix=config.share_prefix,
+        rank=int(os.environ.get("RANK", 0)), world_size=int(os.environ.get("WORLD_SIZE", 1)),
     )  # fmt: skip
 
 
@@ -190,4 +190,5 @@ def engine_for_harness(settings: dict[str, object]) -> tuple[Setup, Variant]:
     if read_protect(config.protect) - {"first"}:
         raise ValueError(f"protect={config.protect}: lm_eval makes the prompts, so only 'first' is supported")
     parts = load_parts(config)
-    return load_setup(config, parts), variants(config.policies, config.budgets, parts.trained)[0]
+    variant = variants(config.policies, config.budgets, parts.trained, config.kv_bits)[0]
+    return load_setup(config, parts), variant

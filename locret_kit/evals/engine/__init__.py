@@ -148,23 +148,16 @@ def is_oracle(policy: str) -> bool:
     return policy in ORACLES
 
 
-def check_policies(policies: list[str], kv_bits: int | str | None) -> None:
-    """Raise ValueError at an unknown policy, or at one whose slots cannot be stored in ``kv_bits`` bits. It needs no
-    backbone."""
-    from ...engine import BoundedCache
-    from ...policies.grammar import parse_policy
-
-    for policy in policies:
-        if policy != RANDOM_HEADS and not reads_alone(policy):
-            BoundedCache.check_storage(kv_bits, parse_policy(policy))
-
-
-def variants(policies: list[str], budgets: Sequence[int | float], heads: list[str]) -> list[Variant]:
+def variants(
+    policies: list[str], budgets: Sequence[int | float], heads: list[str], kv_bits: int | str | None = None
+) -> list[Variant]:
     """Policies by budgets, in the order given; policies that need heads once for each checkpoint.
 
     Raises:
-        ValueError: an unknown policy, or one that needs heads where there are none.
+        ValueError: an unknown policy, one that needs heads where there are none, or whose slots cannot be stored in ``kv_bits``
+            bits.
     """
+    from ...engine import BoundedCache
     from ...policies.grammar import parse_policy
 
     columns = []
@@ -174,7 +167,7 @@ def variants(policies: list[str], budgets: Sequence[int | float], heads: list[st
         elif reads_alone(policy):
             names = ["-"]
         else:
-            parsed = parse_policy(policy)
+            BoundedCache.check_storage(kv_bits, parsed := parse_policy(policy))
             names = parsed.heads_for(heads or None, "give ckpt=PATH_OR_REPO") or ["-"]
             if parsed.keeps_everything:
                 columns += [Variant(policy, name, 0) for name in names]
