@@ -86,13 +86,6 @@ class Sessions:
                 return parked if parked.cache.can_take_back(parked.cache.get_seq_length() - tokens + 1) else None
         return None
 
-    def drop_oldest(self) -> bool:
-        """Drop the least recently used session whose file is written; False if there is none."""
-        oldest = next((parked for parked in self.parked.values() if parked.settled), None)
-        if oldest is not None:
-            del self.parked[oldest.name]
-        return oldest is not None
-
     def park(self, request: ServerRequest, cache: BoundedCache, read: Iterable[tuple[array[int], int]]) -> None:
         """Have a request's cache, which has ``read`` this, see there, wait for the next turn, and write its file."""
         known, unnamed = request.lookup.name, partial(PrefixKey, "", request.owner, request.document_id)
@@ -365,7 +358,9 @@ class Admission:
 
     def _room(self) -> bool:
         """Whether a cache may be made; the waiting one that was used least recently goes for it, when its file is written."""
+        parked = self._sessions.parked
         while self.caches >= self.max_caches:
-            if not self._sessions.drop_oldest():
+            if (oldest := next((one for one in parked.values() if one.settled), None)) is None:
                 return False
+            del parked[oldest.name]
         return True
