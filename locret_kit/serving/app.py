@@ -22,14 +22,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..text.tokens import IdStream, TooManyTokens, token_texts
-from .anthropic_routes import add_anthropic
-from .bodies import MAX_TOKENS, ChatBody
-from .completions import add_completions
+from .anthropic_messages import CountBody, MessageReply, MessagesBody
+from .bodies import MAX_TOKENS, ChatBody, TextBody
+from .completions import ChatReply, TextReply, begin
 from .document_routes import add_documents
-from .messages import Part, Refused, add_errors, checked, places, problem
+from .messages import ANTHROPIC, RESPONSES, JsonObject, Part, Refused, add_errors, checked, places, problem
 from .process import refusal
 from .request import LOG
-from .responses_routes import add_responses
+from .responses import ResponseReply, ResponsesBody
 from .state import Server
 
 
@@ -49,6 +49,40 @@ class Detokenize(BaseModel):
     """``POST /detokenize``."""
 
     tokens: Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(max_length=MAX_TOKENS)]
+
+
+NO_THREADS = "thread_unsupported_request"
+"""Code at which Anthropic's clients go on without threads, and send whole conversations."""
+
+
+def add_answers(app: FastAPI, server: Server) -> None:
+    """Serve completions of chats and of texts, responses, and Anthropic's messages with their count of tokens."""
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatBody, request: Request) -> Response:
+        return ChatReply(server, body, await begin(server, request, body))
+
+    @app.post("/v1/completions")
+    async def completion(body: TextBody, request: Request) -> Response:
+        return TextReply(server, body, await begin(server, request, body))
+
+    @app.post(RESPONSES)
+    async def respond(asked: JsonObject, request: Request) -> Response:
+        resolved = server.items.resolved(server.owner(request), asked.get("input"))
+        body = checked(ResponsesBody, {**asked, "input": resolved})
+        return ResponseReply(server, body, await begin(server, request, body))
+
+    @app.post(ANTHROPIC)
+    async def message(body: MessagesBody, request: Request) -> Response:
+        if body.thread is not None:
+            raise Refused(400, "thread is not supported: send the whole conversation", "thread", NO_THREADS)
+        return MessageReply(server, body, await begin(server, request, body))
+
+    @app.post(f"{ANTHROPIC}/count_tokens")
+    def count(body: CountBody, request: Request) -> dict[str, int]:
+        document = server.document_of(request, body.document_id)
+        (ids,) = body.ids(server.ready().tokenizer, document, MAX_TOKENS)
+        return {"input_tokens": len(ids)}
 
 
 def add_information(app: FastAPI, server: Server) -> None:
@@ -218,7 +252,7 @@ def make_app(server: Server) -> ASGIApp:
     async def metrics() -> PlainTextResponse:
         return PlainTextResponse(generate_latest(server.figures()), media_type="text/plain; version=0.0.4")
 
-    for add in (add_completions, add_responses, add_anthropic, add_documents, add_information):
+    for add in (add_answers, add_documents, add_information):
         add(app, server)
     add_errors(app)
     for path, kind in FILES.items():  # without a key: what the page shows, it asks for with one

@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi import Request
 from transformers import PreTrainedTokenizerBase
 
 from ..answers.forms import AnswerForm
@@ -140,18 +139,6 @@ def usage(answers: Sequence[AnswerStream], n: int = 1) -> JsonObject:
         "completion_tokens_details": {"reasoning_tokens": thought},
         "locret": {"evictions": max(one.evictions for one in requests), "kept_rows": max(one.kept_rows for one in requests)},
     }  # fmt: skip
-
-
-def add_completions(app: FastAPI, server: Server) -> None:
-    """Serve ``/v1/chat/completions`` and ``/v1/completions``."""
-
-    @app.post("/v1/chat/completions")
-    async def chat(body: ChatBody, request: Request) -> Response:
-        return ChatReply(server, body, await begin(server, request, body))
-
-    @app.post("/v1/completions")
-    async def completion(body: TextBody, request: Request) -> Response:
-        return TextReply(server, body, await begin(server, request, body))
 
 
 async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> list[AnswerStream]:

@@ -10,9 +10,9 @@ from http_bodies import NOW, bearer, chat, user
 from served import serving
 from strict_templates import tokenizer_of
 
-from locret_kit.serving.anthropic_routes import CountBody
+from locret_kit.serving.anthropic_messages import CountBody
 from locret_kit.serving.bodies import ChatBody
-from locret_kit.serving.responses_routes import ResponsesBody
+from locret_kit.serving.responses import ResponsesBody
 
 PLAIN = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}"

@@ -14,10 +14,10 @@ from served import LIMITS, serving, stopped
 from strict_templates import tokenizer_of
 
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.serving.anthropic_routes import MessagesBody
+from locret_kit.serving.anthropic_messages import MessagesBody
 from locret_kit.serving.bodies import ChatBody
 from locret_kit.serving.engine_thread import EngineThread
-from locret_kit.serving.responses_routes import ResponsesBody
+from locret_kit.serving.responses import ResponsesBody
 from locret_kit.settings import RunSettings
 
 FILES = sorted(Path(__file__).with_name("clients").glob("*.json"))

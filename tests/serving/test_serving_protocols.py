@@ -14,9 +14,9 @@ from pydantic import BaseModel, ValidationError
 from served import KEYS, LIMITS, serving
 from tiny_text import tiny_tokenizer
 
-from locret_kit.serving.anthropic_routes import MessagesBody
+from locret_kit.serving.anthropic_messages import MessagesBody
 from locret_kit.serving.bodies import ChatBody
-from locret_kit.serving.responses_routes import ResponsesBody
+from locret_kit.serving.responses import ResponsesBody
 
 CALL = {"name": "depth", "arguments": '{"name": "north", "tide": true}'}
 ANTHROPIC_TOOL = {**WORDS, "input_schema": PARAMETERS}

@@ -5,19 +5,14 @@ from collections.abc import AsyncIterator
 from functools import cached_property
 from typing import Annotated
 
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
 from pydantic import Field, model_validator
 
 from ..answers.values import nested
 from .answers import Block, Reply
-from .bodies import MAX_TOKENS, ChatBody, Tokens
-from .completions import begin, usage
-from .messages import ANTHROPIC, JsonObject, Refused, fields_of, placed, refuse, system_of, tool_call
-from .state import Server
+from .bodies import ChatBody, Tokens
+from .completions import usage
+from .messages import ANTHROPIC, JsonObject, fields_of, placed, refuse, system_of, tool_call
 
-NO_THREADS = "thread_unsupported_request"
-"""Code at which Anthropic's clients go on without threads, and send whole conversations."""
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 FAILED = "The tool failed:\n"
 """Text before the result of a tool that failed."""
@@ -156,19 +151,3 @@ def block_of(block: Block) -> JsonObject:
         return {"type": "text", "text": block.text}
     values = block.call.values if block.text else {}
     return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": values}
-
-
-def add_anthropic(app: FastAPI, server: Server) -> None:
-    """Serve ``/v1/messages`` and ``/v1/messages/count_tokens``."""
-
-    @app.post(ANTHROPIC)
-    async def message(body: MessagesBody, request: Request) -> Response:
-        if body.thread is not None:
-            raise Refused(400, "thread is not supported: send the whole conversation", "thread", NO_THREADS)
-        return MessageReply(server, body, await begin(server, request, body))
-
-    @app.post(f"{ANTHROPIC}/count_tokens")
-    def count(body: CountBody, request: Request) -> dict[str, int]:
-        document = server.document_of(request, body.document_id)
-        (ids,) = body.ids(server.ready().tokenizer, document, MAX_TOKENS)
-        return {"input_tokens": len(ids)}

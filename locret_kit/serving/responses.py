@@ -8,16 +8,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import count
 
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
 from pydantic import model_validator
 
 from ..answers.values import check_json, nested
 from ..naming import first_line, prefixed_errors
 from .answers import AnswerStream, Reply
 from .bodies import ChatBody
-from .completions import begin, usage
-from .messages import RESPONSES, JsonObject, Message, checked, fields_of, placed, refuse, system_of, tool_call
+from .completions import usage
+from .messages import RESPONSES, JsonObject, Message, fields_of, placed, refuse, system_of, tool_call
 from .state import Server
 
 NOT_HERE = {
@@ -66,8 +64,11 @@ def chat_fields(body: JsonObject) -> JsonObject:
         left_out = set[str]()
         fields["messages"] = [*system_of(body, "instructions"), *messages_of(items, left_out)]
         fields["left_out"] = left_out
-    fields["echoed"] = {name: default if body.get(name) is None else body[name] for name, default in ECHOED.items()}
-    return fields
+    echoed = {name: default if body.get(name) is None else body[name] for name, default in ECHOED.items()}
+    for name, value in echoed.items():
+        with prefixed_errors(name, ValueError, RecursionError):
+            check_json(value)
+    return {**fields, "echoed": echoed}
 
 
 def messages_of(items: list[object], left_out: set[str]) -> list[Message]:
@@ -203,16 +204,3 @@ KINDS: dict[str, tuple[str, JsonObject, Callable[[str], JsonObject] | None, str,
     "call": ("fc", {"arguments": ""}, None, "function_call_arguments", "arguments"),
 }
 """Start of the name of each kind of item, its initial fields, its content, and the words of its events."""
-
-
-def add_responses(app: FastAPI, server: Server) -> None:
-    """Serve ``/v1/responses``."""
-
-    @app.post(RESPONSES)
-    async def respond(asked: JsonObject, request: Request) -> Response:
-        resolved = server.items.resolved(server.owner(request), asked.get("input"))
-        body = checked(ResponsesBody, {**asked, "input": resolved})
-        for name, value in body.echoed.items():
-            with prefixed_errors(name, ValueError, RecursionError):
-                check_json(value)
-        return ResponseReply(server, body, await begin(server, request, body))
