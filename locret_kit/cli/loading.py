@@ -229,10 +229,7 @@ def open_document(
         raise FileNotFoundError(f"{error}. {path} was read with {theirs}: {advice}") from error
     needed = chosen.heads if saved.heads else None
     document = Document.load(path, loaded, tokenizer, needed, args.policy, force=force)
-    warnings = chosen.warnings
-    if document.chat_template and render_prompt(tokenizer, "")[0] not in (
-        document.text.before,
-        before_arguments(tokenizer),
-    ):
+    warnings, expected = chosen.warnings, document.text.before
+    if document.chat_template and render_prompt(tokenizer, "")[0] not in (expected, before_arguments(tokenizer)):
         warnings += (LATE,)
     return document, replace(chosen, policy=document.cache.policy, warnings=warnings)

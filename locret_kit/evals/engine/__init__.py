@@ -32,7 +32,7 @@ from ..tasks.task import Example, Task
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ...engine import RetainingHeads, Thought
+    from ...engine import RetainingHeads
 
 RANDOM_HEADS = "random-heads"
 """The policy `locret` with untrained heads."""
@@ -65,12 +65,6 @@ class Setup:
     max_new_tokens: int | None = None
     """Answer tokens of every task; None takes each task's own."""
     max_thought_tokens: int = 2048
-
-    def thought(self, ids: Sequence[int]) -> Thought | None:
-        """The thought of an answer to a prompt, where the model marks some."""
-        from ...engine import Thought
-
-        return Thought.after(self.tokenizer, ids, max_tokens=self.max_thought_tokens)
 
 
 @dataclass(frozen=True)

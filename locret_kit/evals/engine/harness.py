@@ -23,7 +23,7 @@ from tqdm import tqdm
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-from ...engine import Answer, Sampling
+from ...engine import Answer, Sampling, Thought
 from ...naming import prefixed_errors
 from ...text.template import render
 from ...text.tokens import stream_ids
@@ -144,7 +144,7 @@ class LocretLM(TemplateLM):
         answer = Answer(
             self.model, self.tokenizer, ids, cache_for(self.setup, self.variant, len(ids)),
             max_new_tokens=settings["max_gen_toks"], sampling=sampling, seed=self.setup.seed + number,
-            thought=self.setup.thought(ids),
+            thought=Thought.after(self.tokenizer, ids, max_tokens=self.setup.max_thought_tokens),
         )  # fmt: skip
         text = ""
         for _ in answer:

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from ...documents.kept import Kept
 from ...documents.prefix_cache import PrefixCache
-from ...engine import Answer, BoundedCache, KVzip, prefill
+from ...engine import Answer, BoundedCache, KVzip, Thought, prefill
 from ...files import write_beside
 from ...naming import first_line, prefixed_errors
 from ...text.template import protected_spans
@@ -272,6 +272,7 @@ def _score_generation(
 ) -> tuple[Fields, Answer]:
     setup, task = run.setup, example.task
     kept: Fields = {}
+    thought = Thought.after(setup.tokenizer, example.ids, max_tokens=setup.max_thought_tokens)
 
     def at_end_of_prompt(read: int, total: int) -> None:
         if read == total and example.sample < run.keep:
@@ -279,7 +280,7 @@ def _score_generation(
 
     written = Answer(
         setup.model, setup.tokenizer, example.ids, cache, max_new_tokens=setup.max_new_tokens or task.max_new_tokens,
-        seed=setup.seed, progress=at_end_of_prompt, thought=setup.thought(example.ids),
+        seed=setup.seed, progress=at_end_of_prompt, thought=thought,
     )  # fmt: skip
     text, answer = str(written), example.answer
     if task.kind == "fidelity":

@@ -164,11 +164,10 @@ def distinct(rng: random.Random, n: int) -> list[str]:
     words = list(dict.fromkeys((*NOUNS, *ADJECTIVES, *VERBS)))
     if n <= len(words):
         return rng.sample(words, n)
-    known = set(words)
-    pairs = [pair for a in NOUNS for b in NOUNS if (pair := a + b) not in known]
-    if n - len(words) > len(set(pairs)):
-        raise ValueError(f"n={n} must be at most {len(words) + len(set(pairs))} different words")
-    chosen = words + rng.sample(sorted(set(pairs)), n - len(words))
+    pairs = sorted({a + b for a in NOUNS for b in NOUNS}.difference(words))
+    if n - len(words) > len(pairs):
+        raise ValueError(f"n={n} must be at most {len(words) + len(pairs)} different words")
+    chosen = words + rng.sample(pairs, n - len(words))
     rng.shuffle(chosen)
     return chosen
 
