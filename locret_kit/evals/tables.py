@@ -108,9 +108,11 @@ def summarize(rows: Iterable[Row]) -> list[Cell]:
         shares = bool(scores) and {0.0, 1.0}.issuperset(scores) and good[0].metric not in LIKELIHOOD
         low, high = wilson(mean or 0.0, len(scores)) if shares else (None, None)
         costs = good or members
+        task, haystack, length, policy, heads, budget = key
         cells.append(
             Cell(
-                *key, good[0].metric if good else "-", len(good), ranges(row.sample for row in good), mean, stderr,
+                task, haystack, length, policy, heads, budget, good[0].metric if good else "-", len(good),
+                ranges(row.sample for row in good), mean, stderr,
                 errors=len(members) - len(good), tokens=statistics.fmean(row.tokens for row in costs),
                 prefill_s=statistics.fmean(row.prefill_s for row in costs),
                 peak_bytes=max(row.peak_bytes for row in costs),

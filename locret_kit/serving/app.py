@@ -7,8 +7,6 @@ every cache belongs to the API key that made it.
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Annotated
 from urllib.parse import quote
@@ -228,14 +226,8 @@ HEADERS = {
 
 
 def make_app(server: Server) -> ASGIApp:
-    """The application. It stops the server when it ends. Requests are named around all of it: refusals and faults too."""
-
-    @asynccontextmanager
-    async def life(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        await asyncio.to_thread(server.stop)
-
-    app = FastAPI(title="locret-serve", lifespan=life, docs_url=None, redoc_url=None, openapi_url=None)
+    """The application. Requests are named around all of it: refusals and faults too. Whoever runs it stops the server."""
+    app = FastAPI(title="locret-serve", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Guard, server=server)
     if server.origins:
         app.add_middleware(

@@ -165,6 +165,7 @@ def listening(server: Server, address: str = "127.0.0.1") -> Iterator[str]:
         server.engine = None
         runner.should_exit = True
         thread.join(60)
+        server.stop()
 
 
 def serve_until_killed(folder: Path) -> int:
