@@ -26,7 +26,6 @@ from .engine_thread import EngineThread
 from .figures import Figures
 from .messages import Refused, nested
 from .request import LOG
-from .store import owner_of
 
 MAX_CHARACTERS = 4 << 20
 """Characters of an owner's items in memory, at most: of more, those that were made first are forgotten."""
@@ -265,3 +264,8 @@ class Server:
     def listed(self, owner: str) -> list[dict[str, object]]:
         """An owner's documents."""
         return [one.shown() for one in list(self.documents.values()) if one.owner == owner and not one.deleted]
+
+
+def owner_of(key: str, salt: bytes) -> str:
+    """The name of a key's owner: a salted hash that is slow to guess."""
+    return hashlib.scrypt(key.encode(), salt=salt, n=1 << 14, r=8, p=1, dklen=16).hex()

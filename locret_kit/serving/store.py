@@ -6,7 +6,6 @@ no token ids: a hash tells whether a prompt starts with the session's tokens. Ab
 are removed.
 """
 
-import hashlib
 import os
 import re
 import secrets
@@ -302,8 +301,3 @@ class Store:
             return None
         self.used(key.name)
         return cache
-
-
-def owner_of(key: str, salt: bytes) -> str:
-    """The name of a key's owner: a salted hash that is slow to guess."""
-    return hashlib.scrypt(key.encode(), salt=salt, n=1 << 14, r=8, p=1, dklen=16).hex()

@@ -21,8 +21,8 @@ from small_disk import file_limit
 from locret_kit.documents.document import Document
 from locret_kit.serving.engine_thread import EngineThread
 from locret_kit.serving.process import give_back
-from locret_kit.serving.state import Server, UploadedDocument
-from locret_kit.serving.store import Store, owner_of
+from locret_kit.serving.state import Server, UploadedDocument, owner_of
+from locret_kit.serving.store import Store
 from locret_kit.settings import RunSettings
 
 ANNA, BERT = (owner_of(key, b"salt") for key in KEYS)
