@@ -163,7 +163,7 @@ class EngineThread:
     def save_document(self, name: str, owner: str, document: Document) -> None:
         """Write a document's file, when there is a store, in the order of all files. Does not wait."""
         if self.store is not None:
-            self._parked.write(self.store.save_document, name, owner, document)
+            self._parked.write(self.store.save, name, owner, document.as_file)
 
     def forget(self, document_id: str) -> None:
         """Drop a document's file, and the waiting sessions about it. Running answers continue, in their own caches."""

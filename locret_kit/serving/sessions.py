@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ..documents.prefix_cache import PrefixCache
-from ..engine import BoundedCache, CannotFork, Engine, Sequence
+from ..engine import BoundedCache, CacheFile, CannotFork, Engine, Sequence
 from ..text.tokens import hash_ids
 from .figures import Counters
 from .request import LOG, PrefixKey, Prompt, ServerRequest
@@ -149,7 +149,8 @@ class Sessions:
                 return
             parked.saving = True
         try:
-            store.save(parked.keys, parked.cache)
+            make = partial(CacheFile.of, parked.cache, self.spec.origin(), document=PrefixKey.record(parked.keys))
+            store.save(parked.name, parked.keys[0].owner, make, parked.keys)
         except Exception:  # the store has caught what a disk can do
             LOG.exception("a session could not be saved")
         with self._changed:

@@ -20,7 +20,6 @@ from threading import Lock
 
 from transformers import PreTrainedModel
 
-from ..documents.document import Document
 from ..engine import BoundedCache, CacheFile, RetainingHeads
 from ..files import LaterVersion, locked, write_beside
 from ..naming import first_line
@@ -236,16 +235,9 @@ class Store:
                 with suppress(OSError):  # somebody has removed it, or the disk takes no more
                     os.utime(self._files[name].path)
 
-    def save(self, keys: tuple[PrefixKey, ...], cache: BoundedCache) -> None:
-        """Write a session's file. A disk error is logged and counted, not raised."""
-        make = partial(CacheFile.of, cache, self._spec.origin(), document=PrefixKey.record(keys))
-        self._write(keys[0].name, keys[0].owner, keys, make)
-
-    def save_document(self, name: str, owner: str, document: Document) -> None:
-        """Write a document's file, as ``save``."""
-        self._write(name, owner, (), document.as_file)
-
-    def _write(self, name: str, owner: str, keys: tuple[PrefixKey, ...], make: Callable[[], CacheFile]) -> None:
+    def save(self, name: str, owner: str, make: Callable[[], CacheFile], keys: tuple[PrefixKey, ...] = ()) -> None:
+        """Write the file that ``make`` gives: of a document, or of a session with these ``keys``. A disk error is logged and
+        counted, not raised."""
         path = self.folder / owner / f"{name}{SUFFIX}"
         try:
             file = make()
