@@ -275,38 +275,23 @@ def read_folder(folder: Path, what: str) -> tuple[dict[str, object], dict[str, T
     """
     from safetensors.torch import load
 
-    config, weights = _read_pair(folder, what)
-    with prefixed_errors(_cut(folder / WEIGHTS), SafetensorError):
-        return config, load(weights)
-
-
-def read_folder_config(folder: Path, what: str) -> dict[str, object]:
-    """The configuration of a folder that ``write_folder`` wrote.
-
-    Raises:
-        FileNotFoundError: a file is missing. ValueError: a file is damaged, or the two are from different saves.
-    """
-    return _read_pair(folder, what)[0]
-
-
-def _read_pair(folder: Path, what: str) -> tuple[dict[str, object], bytes]:
-    """The configuration and the bytes of the weights, of one save."""
     lacks = FileNotFoundError(f"{folder} holds no {what}: it needs {CONFIG} and {WEIGHTS}")
     if not (folder / WEIGHTS).is_file():
         raise lacks
     there = (folder / CONFIG).is_file()
     config = as_object(read_json(folder / CONFIG), f"{folder / CONFIG}: a configuration of {what}") if there else None
     weights = (folder / WEIGHTS).read_bytes()  # after it: a save replaces them first
-    if config is not None and config.pop(HASH, None) in (None, hashlib.sha256(weights).hexdigest()):
-        return config, weights
-    # A save was cut short between the two renames: its weights say what it is.
-    with prefixed_errors(_cut(folder / WEIGHTS), SafetensorError), safe_open(folder / WEIGHTS, "np") as file:
-        within = (file.metadata() or {}).get(CONFIG)
-    if within is None:
-        pair = f"{folder}: {CONFIG} and {WEIGHTS} belong to different saves, of which the last was cut short"
-        raise ValueError(pair) if there else lacks
-    where = f"{folder / WEIGHTS}: its configuration of {what}"
-    return as_object(parse_json(within, where), where), weights
+    if config is None or config.pop(HASH, None) not in (None, hashlib.sha256(weights).hexdigest()):
+        # A save was cut short between the two renames: its weights say what it is.
+        with prefixed_errors(_cut(folder / WEIGHTS), SafetensorError), safe_open(folder / WEIGHTS, "np") as file:
+            within = (file.metadata() or {}).get(CONFIG)
+        if within is None:
+            pair = f"{folder}: {CONFIG} and {WEIGHTS} belong to different saves, of which the last was cut short"
+            raise ValueError(pair) if there else lacks
+        where = f"{folder / WEIGHTS}: its configuration of {what}"
+        config = as_object(parse_json(within, where), where)
+    with prefixed_errors(_cut(folder / WEIGHTS), SafetensorError):
+        return config, load(weights)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

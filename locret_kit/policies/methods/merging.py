@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...backbones.spec import BackboneSpec
-from ...files import CONFIG, WEIGHTS, read_folder, read_folder_config, write_folder
+from ...files import CONFIG, WEIGHTS, read_folder, write_folder
 from ...naming import prefixed_errors
 from ...validation import build
 from ..base import Merge, Merged, Odd, Part, Positive, Score, Slots, rank_of
@@ -238,7 +238,7 @@ def read_pool_config(folder: str | Path) -> PoolConfig:
     folder = Path(folder)
     if not (folder / WEIGHTS).is_file():
         raise FileNotFoundError(f"pool={str(folder)!r} holds no pool: it needs {CONFIG} and {WEIGHTS}")
-    raw = read_folder_config(folder, "pool")
+    raw, _ = read_folder(folder, "pool")
     version = raw.pop("format", None)
     if version != FORMAT:
         raise ValueError(f"{folder / CONFIG} says format={version!r}, a pool says {FORMAT!r}")
