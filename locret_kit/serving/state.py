@@ -248,16 +248,17 @@ class Server:
     def restore(self, engine: EngineThread) -> None:
         """Load documents that are on disk, as many as there may be, those first that were used last. No request comes yet."""
         left = 0
-        for name, owner, created, path in engine.store.documents({*self.owners.values()}) if engine.store else ():
+        for name, file in engine.store.documents({*self.owners.values()}) if engine.store else ():
             if self.places >= self.limits.documents:
                 left += 1
                 continue
             try:
-                document = engine.load_document(path)
+                document = engine.load_document(file.path)
             except (OSError, ValueError) as error:  # such as another chat template: a server that has it may come back
                 LOG.warning("a document's file cannot be used, and is left as it is: %s", first_line(error))
                 continue
-            self.documents[name] = UploadedDocument(name, owner, document.title or "document", created, document)
+            owner, title = file.path.parent.name, document.title or "document"
+            self.documents[name] = UploadedDocument(name, owner, title, file.created, document)
         if left:
             LOG.warning("%d documents stay on disk: documents=%d are held at once", left, self.limits.documents)
 

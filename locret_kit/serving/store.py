@@ -11,7 +11,7 @@ import re
 import secrets
 import stat
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -89,12 +89,14 @@ OWN = re.compile(rf"[0-9a-f]{{32}}/(?:{SESSION.pattern}|{DOCUMENT.pattern}){re.e
 
 @dataclass(frozen=True)
 class File:
-    """A file in the folder. ``keys``: a session's read tokens; empty for a document. ``usable``: this server may load it."""
+    """A file in the folder. ``keys``: a session's read tokens; empty for a document. ``usable``: this server may load it.
+    ``created``: the second, of a usable one that the server has found."""
 
     path: Path
     bytes: int
     keys: tuple[PrefixKey, ...] = ()
     usable: bool = True
+    created: int = 0
 
 
 class Store:
@@ -180,27 +182,20 @@ class Store:
         keys = PrefixKey.from_record(name, owner, record) if SESSION.fullmatch(name) else ()
         try:
             self._spec.check(file, session=any(not key.document_id for key in keys))
+            return File(path, size, keys, created=file.created), ""
         except ValueError as error:
             return File(path, size, usable=False), f"{path}: {first_line(error)}"
-        return File(path, size, keys), ""
 
     def sessions(self, owner: str) -> list[PrefixKey]:
         """Keys of an owner's sessions."""
         with self._lock:
             return [key for file in self._files.values() for key in file.keys if key.owner == owner]
 
-    def documents(self, owners: set[str]) -> Iterator[tuple[str, str, int, Path]]:
-        """Name, owner, second of creation and path of every document of these owners, the one used last first."""
+    def documents(self, owners: set[str]) -> list[tuple[str, File]]:
+        """Names and files of all documents of these owners, the one used last first."""
         with self._lock:
-            files = list(reversed(self._files.items()))
-        for name, file in files:
-            owner = file.path.parent.name
-            if DOCUMENT.fullmatch(name) and file.usable and owner in owners:
-                try:
-                    created = CacheFile.read_record(file.path).created
-                except (OSError, ValueError):  # it has just been removed
-                    continue
-                yield name, owner, created, file.path
+            files = [(name, file) for name, file in reversed(self._files.items()) if file.path.parent.name in owners]
+        return [(name, file) for name, file in files if file.usable and DOCUMENT.fullmatch(name)]
 
     @property
     def bytes(self) -> int:

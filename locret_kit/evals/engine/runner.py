@@ -27,16 +27,16 @@ LONG_ENOUGH = 8192
 """Tokens that hold the shortest prompt of every task."""
 
 
-def answer(run: Run) -> int:
-    """Answer this process's missing examples, one line each on stderr, and one for a task's first text that is cut. Returns the
-    number of errors. Examples that failed before are repeated. `check` says before whether a run can begin.
+def answer(run: Run) -> None:
+    """Answer this process's missing examples, one line each on stderr, and one for a task's first text that is cut. Examples that
+    failed before are repeated. `check` says before whether a run can begin.
 
     Raises:
         ValueError: a prompt that differs from the rows of an earlier run.
         OSError: a file cannot be written; rows written before are complete.
     """
     hashes = check_prompts(run)
-    errors, cut = 0, set[tuple[str, int]]()
+    cut = set[tuple[str, int]]()
     with appending(run.out / f"rows.{run.rank}.jsonl") as append:
         done = {key: row for key, row in finished(run).items() if row.error is None}
         missing = sum(key not in done for key in run.row_keys())
@@ -44,7 +44,6 @@ def answer(run: Run) -> int:
             for row in rows(run, done, hashes):
                 append(row)
                 done[row.key] = row
-                errors += row.error is not None
                 budget = f" budget {row.budget}" if row.budget else ""
                 result = f"error: {row.error}" if row.error else f"{row.metric} {row.score:.3f}"
                 example = f"{row.task} {row.haystack} {row.length} #{row.sample} {row.label}{budget}"
@@ -54,7 +53,6 @@ def answer(run: Run) -> int:
                     cut.add((row.task, row.length))
                     lost = f"{row.cut} of the prompt's {row.tokens + row.cut} tokens were cut out"
                     bar.write(f"warning: {row.task}: {lost}, since lengths=[{row.length}]", sys.stderr)
-    return errors
 
 
 def rows(run: Run, done: Rows, hashes: dict[Key, str]) -> Iterator[Row]:
