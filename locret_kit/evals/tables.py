@@ -10,17 +10,14 @@ import csv
 import io
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
-from typing import TypeVar
 
 from ..naming import check_name
-from .engine import Row, label_of
+from .engine import Row, grouped, label_of
 from .metrics import library
 
-T = TypeVar("T")
 LIKELIHOOD = ("nll", "nll_prefill")
 """Metrics where lower is better."""
 
@@ -120,14 +117,6 @@ def summarize(rows: Iterable[Row]) -> list[Cell]:
             )
         )  # fmt: skip
     return cells
-
-
-def grouped(items: Iterable[T], key: Callable[[T], tuple]) -> dict[tuple, list[T]]:
-    """The items by what ``key`` says of them, in their order."""
-    groups: dict[tuple, list[T]] = defaultdict(list)
-    for item in items:
-        groups[key(item)].append(item)
-    return groups
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ...files import as_object, locked
 from ...naming import prefixed_errors
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from ...engine import RetainingHeads
 
+T = TypeVar("T")
 RANDOM_HEADS = "random-heads"
 """The policy `locret` with untrained heads."""
 UNTRAINED = "untrained"
@@ -82,6 +83,14 @@ class Variant:
         return task.name, task.haystack, example.length, self.budget, self.policy, self.heads, example.sample
 
 
+def grouped(items: Iterable[T], key: Callable[[T], tuple]) -> dict[tuple, list[T]]:
+    """The items by what ``key`` says of them, in their order."""
+    groups: dict[tuple, list[T]] = defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
+    return groups
+
+
 @dataclass
 class Run:
     """Everything that `runner.answer` does."""
@@ -102,11 +111,12 @@ class Run:
     def batches(self) -> list[list[Example]]:
         """All examples, in the same order in every process: those of a task that begin alike together, the others one by
         one, first numbers of every task and length first."""
-        by_beginning: dict[tuple[str, str, int, int], list[Example]] = defaultdict(list)
-        for example in self.examples():
+
+        def beginning(example: Example) -> tuple[str, str, int, int]:
             task, alike = example.task, self.share_prefix and example.task.begins_alike
-            by_beginning[task.name, task.haystack, example.length, -1 if alike else example.sample].append(example)
-        return list(by_beginning.values())
+            return task.name, task.haystack, example.length, -1 if alike else example.sample
+
+        return list(grouped(self.examples(), beginning).values())
 
     def row_keys(self) -> Iterator[tuple[str | int | float, ...]]:
         """Keys of all rows."""

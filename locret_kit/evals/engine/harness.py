@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
@@ -28,7 +27,7 @@ from ...naming import prefixed_errors
 from ...text.template import render
 from ...text.tokens import stream_ids
 from ...validation import build
-from . import Setup, Variant
+from . import Setup, Variant, grouped
 from .measure import Forced, cache_for, nll_reading
 
 T = TypeVar("T")
@@ -95,9 +94,7 @@ class LocretLM(TemplateLM):
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: object
     ) -> list[tuple[float, bool]]:
         """Continuations of the same context share its prefill as far as they can: the longest one, and all of one token."""
-        by_context: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for i, (_, context, _) in enumerate(requests):
-            by_context[tuple(context)].append(i)
+        by_context = grouped(range(len(requests)), lambda i: tuple(requests[i][1]))
         likelihoods: dict[int, tuple[float, bool]] = {}
         for prompt, members in self._shown(by_context.items(), "loglikelihood contexts", disable_tqdm):
             first_V: torch.Tensor | None = None

@@ -24,9 +24,9 @@ import numpy as np
 from jinja2 import Environment, PackageLoader
 
 from ...files import locked, write_beside, write_text
-from ..engine import SETTINGS, Row, read_rows
+from ..engine import SETTINGS, Row, grouped, read_rows
 from ..metrics import library
-from ..tables import LIKELIHOOD, MARKS, Cell, Table, grouped, named, over, policy_order, size, summarize, to_csv
+from ..tables import LIKELIHOOD, MARKS, Cell, Table, named, over, policy_order, size, summarize, to_csv
 from ..tasks import groups
 from ..tasks.document_tasks import averages
 from ..tasks.task import asked_depth
