@@ -140,14 +140,13 @@ async def read_document(
             title=upload.title, progress=progress, reader=reader, ahead=True,
         )  # fmt: skip
 
-    loop, name = asyncio.get_running_loop(), "" if isinstance(data, bytes) else f"/dev/fd/{data.fileno()}"
+    name = "" if isinstance(data, bytes) else f"/dev/fd/{data.fileno()}"
     try:
         if not isinstance(data, bytes):
-            async with server.conversions.turn("short", upload.owner):
-                upload.document = await loop.run_in_executor(server.readers, engine.load_document, Path(name))
+            upload.document = await server.in_turn("short", upload.owner, lambda: engine.load_document(Path(name)))
         else:
-            text = await server.conversions.text(server.readers, data, upload)
-            upload.document = await loop.run_in_executor(server.readers, read, text)
+            text = await server.text_of(data, upload)
+            upload.document = await asyncio.get_running_loop().run_in_executor(server.readers, read, text)
     except ImportError as error:  # its words name files of this machine
         upload.error = f"{upload.title}: the server lacks a library that this format needs, which its log names"
         LOG.warning("document %s failed: %s", upload.id, first_line(error).encode("unicode_escape").decode())

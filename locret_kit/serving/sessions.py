@@ -211,9 +211,7 @@ class Admission:
         """Admit waiting requests, in order of arrival, if it is their turn and a cache is free. Returns the requests that ended
         instead, cancelled or with an error."""
         ended = []
-        for request in list(self.queue):
-            if request.lookup.loading:
-                continue
+        for request in [one for one in self.queue if not one.lookup.loading]:
             try:
                 if not request.cancelled:
                     self._admit_one(request)

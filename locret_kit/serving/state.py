@@ -9,13 +9,13 @@ import json
 import secrets
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Iterable, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from io import BytesIO
 from threading import Event
+from typing import TypeVar
 
 from fastapi import HTTPException, Request
 
@@ -63,39 +63,9 @@ class AnswerItems:
         return items or given
 
 
+T = TypeVar("T")
 SHORT, LONG = 4, 60
 """Seconds of processor time of a conversion, in the first lane and in the second."""
-
-
-@dataclass
-class Conversions:
-    """Uploads as text, so that no file keeps others waiting: short conversions before long ones, owners by turns.
-
-    A file that takes longer than ``SHORT`` in the first of two places begins again in the second.
-    """
-
-    locks: defaultdict[tuple[str, ...], asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
-
-    @asynccontextmanager
-    async def turn(self, *place: str) -> AsyncIterator[None]:
-        """Hold a place for one conversion at a time. Of an owner's uploads one at a time waits for it among those of others."""
-        async with self.locks[place], self.locks[place[:1]]:
-            yield
-
-    async def text(self, pool: Executor, data: bytes, upload: UploadedDocument) -> str:
-        """The text of an upload as ``text.reader.convert`` gives it. Plain text, which needs no parser, waits for nobody."""
-        loop, name, lines = asyncio.get_running_loop(), upload.title, list[str]()
-        if not is_converted(name, data[:8]):
-            return await loop.run_in_executor(pool, partial(read_stream, BytesIO(data), name, lost=upload.lost.append))
-        made = partial(convert, data, name, unwanted=lambda: upload.deleted, lost=lines.append)
-        try:
-            async with self.turn("short", upload.owner):
-                text = await loop.run_in_executor(pool, partial(made, seconds=SHORT))
-        except Late:
-            async with self.turn("long", upload.owner):
-                text = await loop.run_in_executor(pool, partial(made, seconds=LONG))
-        upload.lost += lines
-        return text
 
 
 @dataclass(frozen=True)
@@ -170,8 +140,8 @@ class Server:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     readers: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, None, "locret-document"))
     """Threads that wait for documents, apart from those that answers need."""
-    conversions: Conversions = field(default_factory=Conversions)
-    """Two files at a time, so that the memory of conversions is that of two."""
+    lanes: defaultdict[tuple[str, ...], asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
+    """Two files at a time, one in each lane, so that the memory of conversions is that of two."""
     items: AnswerItems = field(default_factory=AnswerItems)
     salt: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     """Salt of the owners' names."""
@@ -182,6 +152,27 @@ class Server:
     def owners(self) -> dict[bytes, str]:
         """The owner's name of each key, by the key's hash; without keys all callers are one owner."""
         return {hashlib.sha256(key.encode()).digest(): owner_of(key, self.salt) for key in self.keys or ("",)}
+
+    async def in_turn(self, lane: str, owner: str, act: Callable[[], T]) -> T:
+        """What ``act`` gives, in a thread of ``readers``. A lane runs one at a time. Of an owner's, one at a time waits for it
+        among those of others."""
+        async with self.lanes[lane, owner], self.lanes[lane,]:
+            return await asyncio.get_running_loop().run_in_executor(self.readers, act)
+
+    async def text_of(self, data: bytes, upload: UploadedDocument) -> str:
+        """The text of an upload as ``text.reader.convert`` gives it. Plain text, which needs no parser, waits for nobody. A file
+        that takes longer than ``SHORT`` in the first lane begins again in the second, so that none keeps others waiting."""
+        name, lines = upload.title, list[str]()
+        if not is_converted(name, data[:8]):
+            plain = partial(read_stream, BytesIO(data), name, lost=upload.lost.append)
+            return await asyncio.get_running_loop().run_in_executor(self.readers, plain)
+        made = partial(convert, data, name, unwanted=lambda: upload.deleted, lost=lines.append)
+        try:
+            text = await self.in_turn("short", upload.owner, partial(made, seconds=SHORT))
+        except Late:
+            text = await self.in_turn("long", upload.owner, partial(made, seconds=LONG))
+        upload.lost += lines
+        return text
 
     def ready(self) -> EngineThread:
         """The engine. Raises HTTPException 503 while it is loading."""
