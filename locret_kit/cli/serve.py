@@ -127,7 +127,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
         server.salt = store.salt
     tokenizer = chosen.open_tokenizer(args)
     note(address)
-    loading.put(make_app(server), server.stop)
+    loading.stop, loading.app = server.stop, make_app(server)
     model, _ = chosen.load(args, tokenizer)
     server.defaults = sampling_defaults(args, model.generation_config)
     engine = EngineThread(

@@ -4,7 +4,6 @@ names and pages that it answers without keys.
 
 import asyncio
 import ctypes
-import logging
 import re
 import socket
 import threading
@@ -74,20 +73,11 @@ ERROR = {"message": "the model is being loaded", "type": "service_unavailable_er
 
 
 class LoadingApp:
-    """An ASGI application that stands in for ``app`` until that is there."""
+    """An ASGI application that stands in for ``app`` until that is there. ``stop`` then ends it, within a grace in seconds."""
 
-    app: ASGIApp | None = None
-    _stop: Callable[[float], None] | None = None
-
-    def put(self, app: ASGIApp, stop: Callable[[float], None]) -> None:
-        """Have ``app`` answer from now on. ``stop``: ends it, within a grace in seconds."""
-        self.app, self._stop = app, stop
-
-    def stop(self, grace: float) -> None:
-        """Stop the app that was put here."""
-        if self._stop is not None:
-            logging.getLogger("locret_kit.serving").info("stopping: answers that run have %g s", grace)
-            self._stop(grace)
+    def __init__(self) -> None:
+        self.app: ASGIApp | None = None
+        self.stop: Callable[[float], None] = lambda grace: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.app is not None:

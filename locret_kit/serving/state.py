@@ -229,6 +229,7 @@ class Server:
 
     def stop(self, grace: float = 10.0) -> None:
         """End: documents that are being read at once, answers that are being written after ``grace`` seconds."""
+        LOG.info("stopping: answers that run have %g s", grace)
         self.ended.set()
         for upload in list(self.documents.values()):
             upload.deleted |= upload.document is None

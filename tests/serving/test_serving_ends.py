@@ -65,7 +65,7 @@ def test_a_stop_while_a_long_prompt_is_read(tmp_path, caplog):
     engine = new_engine(sessions=3, store=store)
     # Silence ends no wait here: after it, an answer's status would be there before its failure.
     server = Server(engine, "tiny", KEYS, (), Limits(prompt_tokens=1 << 20), salt=store.salt, silence=600.0)
-    running.loading.put(make_app(server), server.stop)
+    running.loading.stop, running.loading.app = server.stop, make_app(server)
     first = chat(running.url, user("Who came in?")).json()
     assert first["choices"][0]["message"]["content"] == expected(user("Who came in?"))
 
