@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,8 +34,8 @@ PATIENCE_S = 2
 """Seconds of reading a message after which its progress is shown."""
 
 
-class Stopped(Exception):
-    """Ctrl-C, between two pieces of work."""
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C in a terminal: between two pieces of work, or pressed again."""
 
 
 class Left(Exception):
@@ -63,7 +63,7 @@ class Screen:
     def _press(self, *_: object) -> None:
         """Note Ctrl-C. A second one does not wait for a piece of work."""
         if self._pressed:
-            raise KeyboardInterrupt
+            raise Stopped
         self._pressed = True
 
     def messages(self) -> Iterator[str]:
@@ -99,18 +99,9 @@ class Screen:
             except UnicodeDecodeError as error:
                 self.complain(f"line {number} of stdin is not UTF-8: byte {error.start}")
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """A context manager. In a terminal, Ctrl-C raises Stopped within it, also where it was pressed since the last prompt."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            if self._editor is None:
-                raise
-            raise Stopped from None
-
     def progress(self, patience_s: float = 0, full: float = 0) -> Callable[[int, int], None]:
-        """A progress function for prefill: a line on stderr after ``patience_s`` seconds. It also checks for Ctrl-C.
+        """A progress function for prefill: a line on stderr after ``patience_s`` seconds. After Ctrl-C, also where it was pressed
+        since the last prompt, it raises Stopped.
 
         ``full``: see ``command.progress``.
         """
@@ -213,8 +204,7 @@ class Talk:
         """Answer messages until the last one, or /quit."""
         for message in self.screen.messages():
             try:
-                with self.screen.working():
-                    self.take(message)
+                self.take(message)
             except Left:
                 return
             except Stopped:
@@ -385,8 +375,7 @@ def run(args: ChatOptions) -> int:
             note(f"{file} keeps the settings that it was read with; {said}")
     elif file is not None:
         try:
-            with screen.working():
-                talk.read_text(text, file.name)
+            talk.read_text(text, file.name)
         except Stopped:
             note("stopped: nothing was read")
     screen.greet(f"{chosen.backbone}, policy {chosen.policy.name}; /help lists the commands")

@@ -175,7 +175,7 @@ def test_ctrl_c_takes_back_the_lines_before(monkeypatch):
 def test_ctrl_c_before_the_work_begins_stops_it(capsys):
     screen = Screen()
     screen._press()
-    with pytest.raises(Stopped), screen.working():
+    with pytest.raises(Stopped):
         screen.progress()(1, 2)
 
 
