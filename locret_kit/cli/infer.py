@@ -5,8 +5,6 @@ This module imports no torch. Errors in the text or the ``--batch`` file are rep
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from ..config.infer_options import INFER, InferOptions, Name
@@ -14,18 +12,11 @@ from ..files import locked, parse_json, write_text
 from ..naming import prefixed_errors
 from .command import check_target, entry, text_of
 
-BatchFiles = tuple[Path, dict[str, tuple[Name, object]], set[str]]
-"""The file of answers; each prompt's id and its line's value, or the ValueError that says why there is none, by the id's key; and
-the keys of those that have an answer."""
-
 
 def run(args: InferOptions) -> int:
     """Check everything, read, answer. Raises ValueError or OSError with a one-line message."""
     if args.batch:
-        with open_batch(Path(args.batch), args.out) as batch:
-            from .answers import answer_batch
-
-            return answer_batch(args, *batch)
+        return run_batch(args, Path(args.batch), args.out)
     if args.evidence and (args.by_length or not args.question):
         raise ValueError("evidence needs a --question, and a --budget in slots without --one-shot")
     if args.report:
@@ -36,15 +27,17 @@ def run(args: InferOptions) -> int:
     return answer_questions(args, text)
 
 
-@contextmanager
-def open_batch(batch: Path, out: str | None) -> Iterator[BatchFiles]:
-    """The files, for this process alone. Raises ValueError or OSError with a one-line message."""
+def run_batch(args: InferOptions, batch: Path, out: str | None) -> int:
+    """Answer a file of prompts, for this process alone. Raises ValueError or OSError with a one-line message."""
     if not out:
         raise ValueError("--batch needs a file for the answers: give -o answers.jsonl")
     target, busy = Path(out), f"out={out!r} is being written by another process"
     check_target(target, "out", source=str(batch))
     with locked(target.with_name(f".{target.name}.lock"), busy):
-        yield target, read_prompts(batch), keep_answers(target)
+        lines, done = read_prompts(batch), keep_answers(target)
+        from .answers import answer_batch
+
+        return answer_batch(args, target, lines, done)
 
 
 def read_prompts(batch: Path) -> dict[str, tuple[Name, object]]:
