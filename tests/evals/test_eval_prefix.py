@@ -210,7 +210,8 @@ def test_every_kind_of_task_and_length(heads, tmp_path, kind):
     made = []
     for share in (True, False):
         out = tmp_path / str(share)
-        assert runner.answer(replace(plan, tasks=[documents(kind)], out=out, share_prefix=share)) == 0
+        runner.answer(run := replace(plan, tasks=[documents(kind)], out=out, share_prefix=share))
+        assert runner.left(run) == (0, 0)
         made.append((out, figures(out)))
     assert made[0][1] == made[1][1] and len(made[0][1]) == 9
     assert (max(row.prefix_shared for row in read_rows(made[0][0])) > 0) == (kind != "nll_prefill")
