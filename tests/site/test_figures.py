@@ -104,6 +104,11 @@ def peak_gib(*cell: str | int) -> str:
     return f"{max(row.peak_bytes for row in own) / 2**30:.1f} GiB"
 
 
+def own_code(task: str, heads: str = "own") -> str:
+    """Right answers about files of one's own folder, by heads that were trained on its other files, or by others."""
+    return f"{sum(row.score for row in rows(CODER) if (row.task, row.heads) == (task, heads)):.0f}"
+
+
 UNSEEN, NEXT = ("R.PassKey", "unseen", 4096), ("agreement:fidelity.continue", "later", 2048, 512)
 SHORT, LONG = ("R.PassKey", "jargon", 4096, 512), ("R.PassKey", "jargon", 16384, 4096)
 ALIKE = ("ruler.niah_multikey", "jargon", 2048)
@@ -118,6 +123,8 @@ FIGURES: dict[str, dict[str, Callable[[], str]]] = {
         "attention finds {}": lambda: right(*LONG_CODER, 0, "full", CODER),
         "in {} |": lambda: peak_gib(*LONG_CODER, 0, "full"),
         "model and heads | {}": lambda: right("code.jsonl", "-", 4096, 512, "locret", CODER),
+        "other files | {} of 48": lambda: own_code("own.jsonl"),
+        "of 48, before {} |": lambda: own_code("own.jsonl", CODER),
         "{} from the Hub": lambda: f"{demo.HUB_MB} MB",
         "or {} from the Python package index": lambda: f"{demo.WHEEL_MB} MB",
     },
@@ -133,6 +140,8 @@ FIGURES: dict[str, dict[str, Callable[[], str]]] = {
         "were trained on {} (`locret`": lambda: right("held.jsonl", "-", 4096, 512, "rereading-locret", CODER),
         "In 8K {} are": lambda: right("code-8k.jsonl", "-", 8448, 1024, "locret", CODER),
         "in 16K [{}](facts.md#code": lambda: right("code-16k.jsonl", "-", 16640, 2048, "locret", CODER),
+        "they answer {} of 48": lambda: own_code("own.jsonl"),
+        "like full attention; before {}.": lambda: own_code("own.jsonl", CODER),
         "they answer {}, as": lambda: right("leval.tpo", "-", 8192, 512, "locret", CODER),
         "4K tokens [{}]": lambda: right(*UNSEEN, 512, "lookahead-locret"),
         "{} with full attention. BM25": lambda: right(*UNSEEN, 0, "full"),
@@ -177,6 +186,13 @@ FIGURES: dict[str, dict[str, Callable[[], str]]] = {
         ", BM25 {}": lambda: right("paraphrase", "jargon", 1024, 256, "bm25"),
         "names [{}]": lambda: percent(*WORDS, "bm25"),
         "words, the cache {}": lambda: percent(*WORDS, "lookahead-locret"),
+    },
+    "docs/tutorials/train.md": {
+        "new heads answer {} of 48": lambda: own_code("own.jsonl"),
+        "the shipped ones {}, full": lambda: own_code("own.jsonl", CODER),
+        "full attention {}; of kinds": lambda: own_code("own.jsonl", "-"),
+        "trained on {} of 46": lambda: own_code("own-held.jsonl"),
+        "of 46, before {}.": lambda: own_code("own-held.jsonl", CODER),
     },
 }
 """By page: words around a figure, and the figure made of rows."""
