@@ -209,7 +209,7 @@ def test_texts_that_spell_tokens_beyond_the_rows_are_plain(beyond, tmp_path, cap
     for words in (["--question", "What is <extra>?"], ["--question", "What is <extra>?", "--no-chat"], []):
         assert infer([str(text), *run, *words]) == 0, capsys.readouterr().err
     for ids in ([5, rows], [5, -1], array("i", [rows + 1])):
-        with pytest.raises(ValueError, match=f"^tokens from .* must be from 0 to {rows - 1}, the rows of the embed"):
+        with pytest.raises(ValueError, match=f"^tokens .* must be from 0 to {rows - 1}, the rows of the embed"):
             prefill(model, ids, BoundedCache(8, "streaming"))
 
 
