@@ -384,7 +384,7 @@ def files() -> str:
     from locret_kit.documents.text_record import TextRecord
     from locret_kit.evals import engine
     from locret_kit.heads import FORMAT, HeadsConfig
-    from locret_kit.policies.methods import merging
+    from locret_kit.policies.methods import lococo
     from locret_kit.runtime.report import Report
     from locret_kit.samples.records import SCHEMAS
 
@@ -397,8 +397,8 @@ def files() -> str:
         f"is `{FORMAT}`; or one `.pt` file of both. Its other fields:",
         fields_table(HeadsConfig),
         "## LoCoCo's pool",
-        f"A folder with `model.safetensors` and `config.json`, whose `format` is `{merging.FORMAT}`. Its other fields:",
-        fields_table(merging.PoolConfig),
+        f"A folder with `model.safetensors` and `config.json`, whose `format` is `{lococo.FORMAT}`. Its other fields:",
+        fields_table(lococo.PoolConfig),
         "## Documents and saved caches",
         prose(cache_file.__doc__ or ""),
         "The record of a cache:",

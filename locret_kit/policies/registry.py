@@ -1,6 +1,6 @@
 """Names of parts and policies; packages and files of a user's bring more.
 
-They are found when one is first asked for: in ``methods/``, one file per method or kind, and in installed packages
+They are found when one is first asked for: in ``methods/``, one file per method, and in installed packages
 (``locret_kit.registry``).
 """
 

@@ -35,7 +35,7 @@ from ..heads import RetainingHeads
 from ..policies import Policy, capabilities
 from ..policies.base import Merge, Merged, Score, Slots
 from ..policies.grammar import parse_policy
-from ..policies.methods.merging import ConvPool, PoolConfig, merge_convolved, pool_slots, save_pool
+from ..policies.methods.lococo import ConvPool, PoolConfig, merge_convolved, pool_slots, save_pool
 from ..samples import Sample
 from ..settings import RunSettings
 from . import FrozenTraining

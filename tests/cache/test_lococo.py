@@ -13,7 +13,7 @@ from policy_runs import backbone, make, tokens
 from tiny_models import tiny_model
 
 from locret_kit.backbones.spec import spec_of
-from locret_kit.policies.methods.merging import (
+from locret_kit.policies.methods.lococo import (
     ConvPool,
     PoolConfig,
     SlotConvolution,

@@ -10,7 +10,7 @@ from tiny_models import tiny_model
 from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache.bounded import BoundedCache
-from locret_kit.policies.methods.locret import Sliding
+from locret_kit.policies.methods.windowed import Sliding
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

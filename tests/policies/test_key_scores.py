@@ -18,8 +18,10 @@ from locret_kit.policies.base import Entry, Slots, rank_of
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.methods.compactor import Compactor, gaussian_sketch, leverage_scores
 from locret_kit.policies.methods.expected_attention import ExpectedAttention
-from locret_kit.policies.methods.keys import KeyDiff, KNorm, LagKV
-from locret_kit.policies.methods.snapkv import redundancy
+from locret_kit.policies.methods.keydiff import KeyDiff
+from locret_kit.policies.methods.knorm import KNorm
+from locret_kit.policies.methods.lagkv import LagKV
+from locret_kit.policies.methods.rkv import redundancy
 
 HEADS = [(3, 3), (6, 2), (4, 1)]  # query heads, key/value heads: MHA, GQA, MQA
 D = 8

@@ -40,7 +40,7 @@ FLOATS = {"empty", "zeros", "ones", "full", "rand", "randn", "eye", "linspace"}
 """Functions of torch whose type is the default one where none is named."""
 PLACED = FLOATS | {"arange", "tensor", "as_tensor", "randint", "randperm"}
 """Those whose device is."""
-MODULES = {"heads.py", "merging.py"}
+MODULES = {"heads.py", "lococo.py"}
 """Files with modules, which are made where PyTorch's context says."""
 
 

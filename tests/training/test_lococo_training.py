@@ -11,7 +11,7 @@ from locret_kit import attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.cli.train import main as train
 from locret_kit.config.recipes import known_recipes, load_config, read_recipe
-from locret_kit.policies.methods.merging import load_pool, save_pool
+from locret_kit.policies.methods.lococo import load_pool, save_pool
 from locret_kit.training.fit import read_curves
 from locret_kit.training.pool import PoolTraining
 

@@ -1,4 +1,4 @@
-"""One file per method, or per kind of them: parts, papers and registrations. The registry imports every module of this folder.
+"""One file per method: its parts, its paper and its registration. The registry imports every module of this folder.
 
 Papers define scores of keys and values for one eviction after a whole prompt, and one-shot runs follow them exactly.
 In a chunked run a slot is either fresh (from the current chunk) or kept (from an earlier chunk, whose queries and

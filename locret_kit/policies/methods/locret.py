@@ -1,4 +1,4 @@
-"""Locret, arXiv 2410.01805: importance predicted by retaining heads, and its forms with other scopes, allocations and masks."""
+"""Locret, arXiv 2410.01805: importance predicted by retaining heads, and its forms with other scopes and allocations."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -8,7 +8,7 @@ from annotated_types import Interval
 from torch import Tensor
 
 from ...cis import mean_of_next
-from ..base import Count, Entry, PrefillMask, Score, Slots
+from ..base import Count, Entry, Score, Slots
 from ..registry import Adaptive, Parts, Pyramid, Sinks, Stabilizers, Window, part, register
 
 
@@ -72,26 +72,6 @@ class Cis(Score):
         return scores_BHS
 
 
-@part("prefill_mask", "sliding")
-class Sliding(PrefillMask):
-    """Mask of tokens after the first eviction: a token sees the first ``sinks`` slots of its head, the ``newest`` slots kept
-    at the last eviction, and all tokens read since. The other slots wait for the prompt's tail and what follows it.
-
-    Backbones are not trained on contexts with gaps. New tokens read in one get worse keys and values, which shows
-    when the question needs them. Source: sinks and a window are StreamingLLM's, arXiv 2309.17453. Keeping slots that
-    later text does not see is this project's (``checkpoints/smollm2-135m-locret/LOG.md``).
-    """
-
-    newest: Count = 1024
-    sinks: Count = 8
-
-    def visible(self, rows: int, fresh: int) -> tuple[slice, slice] | None:
-        """The row ranges that a token sees, out of a head's ``rows``; ``fresh`` of them entered since the last
-        eviction. None for all."""
-        hidden_until = rows - fresh - self.newest
-        return (slice(0, self.sinks), slice(hidden_until, rows)) if hidden_until > self.sinks else None
-
-
 # A parameter's place is part of what people write, so those of the score come last.
 SCOPES: Parts = {"scopes": (Stabilizers(), Sinks(0))}
 SCORE: Parts = {"score": Cis()}
@@ -125,11 +105,4 @@ register(
     {**SCOPES, "allocation": Pyramid(), **SCORE},
     names=NAMES,
     keeps="as locret; lower layers get more slots",
-)
-register(
-    "windowed-locret",
-    "Locret with StreamingLLM's reading",
-    {"scopes": (Stabilizers(Sliding.newest),), "prefill_mask": Sliding(), **SCORE},
-    names={"most": "newest"},
-    keeps="as locret; tokens of the text attend to the newest 1,024 slots, the question to all",
 )

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ...backbones.rope import rotated_text
 from .. import base
+from ..attention import recent_attention
 from ..registry import Sinks, part, register
-from ..slots import recent_attention
 from .random import hashed
 
 

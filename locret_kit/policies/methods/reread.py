@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..attention import recent_attention
 from ..base import Count, Odd, Positive, Ratio, Reread, Slots
 from ..registry import part, register
-from ..slots import recent_attention
 from .locret import AVERAGED, NAMES, SCOPES, SCORE
 
 

@@ -1,5 +1,4 @@
-"""Scores by keys and values alone: the L2-norm strategy, arXiv 2406.11430 (keys of low norm receive most attention); KeyDiff,
-arXiv 2504.15364 (keys unlike the others); LagKV, arXiv 2504.04704 (keys and values unlike those that follow)."""
+"""LagKV, arXiv 2504.04704: keys and values unlike those that follow."""
 
 from typing import ClassVar
 
@@ -7,52 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...backbones.rope import rotate
 from ..base import Count, Entry, Positive, Score, Slots, wide
 from ..registry import part, register
-
-
-@part("score", "knorm")
-class KNorm(Score):
-    """The negated norm of the key as attention sees it: keys of low norm receive most attention. RoPE does not change a norm
-    but by its factor on cos and sin, so it is fixed when the token enters. The weights of a norm after RoPE (Hunyuan) make it
-    depend on the place: then it is that at the eviction. Source: L2-norm strategy, arXiv 2406.11430, section 3."""
-
-    def score_new_tokens(self, entry: Entry) -> Tensor:
-        """Scores ``[B, H, T]``: a low key norm scores high."""
-        k = wide(entry.k)
-        if entry.rope is not None:  # the factor lengthens only the part that is turned
-            k = rotate(k, *entry.rope.tables(k.new_zeros(1), k.dtype))
-        return -k.norm(dim=-1).float()
-
-    def score_slots(self, slots: Slots) -> Tensor:
-        """Scores ``[B, H, S]``: a low key norm scores high."""
-        if slots.rope is None or slots.rope.weight_R is None:
-            return slots.entry_scores
-        return -wide(slots.keys()).norm(dim=-1).float()
-
-
-register("knorm", "arXiv 2406.11430", {"score": KNorm()}, keeps="a small key")
-
-
-def key_difference(k_BHSD: Tensor) -> Tensor:
-    """``-cos(k_s, mean_j k_j / |k_j|)``, ``[B, H, S]``, of rotated keys; rows of zeros (padding) do not count.
-    Source: KeyDiff, arXiv 2504.15364, equation of section 3.2 and algorithm 1."""
-    unit_BHSD = F.normalize(wide(k_BHSD), dim=-1)
-    anchor_BHD1 = F.normalize(unit_BHSD.sum(2), dim=-1)[..., None]
-    return -(unit_BHSD @ anchor_BHD1)[..., 0]
-
-
-@part("score", "keydiff")
-class KeyDiff(Score):
-    """Dissimilarity of a key to the mean direction of the keys held now. Source: KeyDiff, arXiv 2504.15364."""
-
-    def score_slots(self, slots: Slots) -> Tensor:
-        """Scores ``[B, H, S]``: dissimilarity to the mean key."""
-        return key_difference(slots.keys()).float()
-
-
-register("keydiff", "KeyDiff, arXiv 2504.15364", {"score": KeyDiff()}, keeps="a key unlike the others")
 
 
 def lag_relative(x_BHPLD: Tensor, present_BHPL: Tensor) -> Tensor:
