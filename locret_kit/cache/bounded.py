@@ -19,7 +19,8 @@ from ..settings import INT32_MAX, Resolved, RunSettings
 from .context import CacheCounters, Context, Pins, Stage
 from .due import Schedule
 from .options import CacheOptions
-from .pins import Kept, pins_of, to_prompt_positions, without
+from .pins import pins_of, without
+from .second_reading import Kept, to_prompt_positions
 from .state import CannotFork, TextForward, TextState
 from .storage.codec import check_storage
 from .storage.rows import BoundedLayer

@@ -26,7 +26,8 @@ from ..backbones.wrapped import unwrapped
 from . import step, view
 from .context import CacheCounters, Context, Pins, RecallCounters, make_layers
 from .options import CacheOptions, checked_arguments, loses_state
-from .pins import check_room, choose_passages, first_pins, to_cache_positions
+from .pins import check_room, first_pins
+from .second_reading import choose_passages, to_cache_positions
 from .stages import stages_of
 from .storage.codec import BITS, Scratch
 from .storage.exports import copy_rows

@@ -13,7 +13,8 @@ from locret_kernels.rows import HeadProduct, Score
 from ..backbones.rope import Rope, rotate
 from ..heads import RetainingHead
 from ..policies.base import Entry, PrefillMask, Slots
-from .context import Context, Pins
+from .context import Context
+from .pins import pinned_slots
 from .storage.rows import BoundedLayer
 
 
@@ -59,15 +60,6 @@ def slots_of(ctx: Context, rows: BoundedLayer, keep: int, stabilizers: int) -> S
     if alone:
         slots.group = [_of_query_head(slots, g, len(alone), own, cache(slots.keys)) for g, own in enumerate(alone)]
     return slots
-
-
-def pinned_slots(pins: Pins, positions_BHS: Tensor, valid_BHS: Tensor) -> Tensor | None:
-    """Boolean ``[B, H, S]``: the slots of pinned positions; None without pins. The host waits for nothing."""
-    found = None
-    for start, end in pins:
-        inside = (positions_BHS >= start) & (positions_BHS < end) & valid_BHS
-        found = inside if found is None else found | inside
-    return found
 
 
 def _of_query_head(slots: Slots, g: int, G: int, stats: Mapping[str, Tensor], keys: Callable[[], Tensor]) -> Slots:
