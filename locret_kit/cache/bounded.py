@@ -18,10 +18,11 @@ from ..policies.grammar import composed_of, read_once
 from ..settings import INT32_MAX, Resolved, RunSettings
 from .context import CacheCounters, Context, Pins, Stage
 from .due import Schedule
+from .forward import TextForward
 from .options import CacheOptions
 from .pins import pins_of, without
 from .second_reading import Kept, to_prompt_positions
-from .state import CannotFork, TextForward, TextState
+from .state import CannotFork, TextState
 from .storage.codec import check_storage
 from .storage.rows import BoundedLayer
 

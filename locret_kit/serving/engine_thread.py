@@ -24,9 +24,10 @@ from ..engine import BoundedCache, CacheFile, Engine, RetainingHeads, Sequence
 from ..naming import prefixed_errors
 from ..policies import Policy
 from ..settings import RunSettings, Thoughts
+from .admission import Admission
 from .figures import Counters
 from .request import LOG, Busy, Prompt, ServerRequest, Stopping
-from .sessions import Admission, Sessions
+from .sessions import Sessions
 from .store import SessionSpec, Store
 
 PINNED_AHEAD = 32

@@ -29,7 +29,7 @@ from ..backbones.rope import rotate
 from ..backbones.spec import BackboneSpec
 from ..cache.attend import attend_rows
 from ..cache.bounded import BoundedCache
-from ..cache.state import TextForward
+from ..cache.forward import TextForward
 from ..config.train_options import TrainConfig
 from ..heads import RetainingHeads
 from ..policies import Policy, capabilities
