@@ -154,7 +154,7 @@ class Server:
         return {hashlib.sha256(key.encode()).digest(): owner_of(key, self.salt) for key in self.keys or ("",)}
 
     async def in_turn(self, lane: str, owner: str, act: Callable[[], T]) -> T:
-        """What ``act`` gives, in a thread of ``readers``. A lane runs one at a time. Of an owner's, one at a time waits for it
+        """Run ``act`` in a thread of ``readers`` and return its result. A lane runs one at a time. Of an owner's, one at a time waits for it
         among those of others."""
         async with self.lanes[lane, owner], self.lanes[lane,]:
             return await asyncio.get_running_loop().run_in_executor(self.readers, act)
