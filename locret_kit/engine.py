@@ -13,8 +13,8 @@ from .cache.texts import TextBatch as TextBatch
 from .heads import RetainingHeads as RetainingHeads
 from .runtime.engine import Engine as Engine
 from .runtime.repetition import KVzip as KVzip
+from .runtime.sampling import Sampling as Sampling
 from .runtime.sequence import Request as Request
-from .runtime.sequence import Sampling as Sampling
 from .runtime.sequence import Sequence as Sequence
 from .runtime.session import Answer as Answer
 from .runtime.session import prefill as prefill

@@ -13,7 +13,7 @@ from locret_kit.backbones.intercept import attached
 from locret_kit.runtime import sequence as texts
 from locret_kit.runtime.drivers import driver_of
 from locret_kit.runtime.engine import Engine
-from locret_kit.runtime.sequence import Chooser, Sampling
+from locret_kit.runtime.sampling import Chooser, Sampling
 from locret_kit.runtime.session import iter_tokens
 
 

@@ -8,9 +8,8 @@ import time
 from collections import abc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
 from typing import Any, Self, TypeVar
 
 import torch
@@ -24,124 +23,10 @@ from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
 from ..cache.pages import PagePool
 from .drivers import Driver, Drivers, logits_after, prepare
-from .sequence import Request, Sequence, stop_ids
+from .sampling import stop_ids
+from .sequence import PromptScheduler, Request, Sequence
 
 R = TypeVar("R", bound=Request)
-
-
-# ---- whose prompt is read next, so that nobody waits long for another -----------------------------------------------
-
-# A bound in tokens of work, which holds on any machine.
-#
-# A prompt enters when it can be read to its end while at most ``PATIENCE`` chunks of other prompts are read; until then it
-# waits outside. Within that bound shorter prompts come first. Books (prompts in the background, and those of more than ``LONG``
-# chunks) are read in between: after at most ``PATIENCE`` chunks of others nobody enters before a book has had a chunk.
-
-
-PATIENCE = 3
-"""Chunks of other prompts between a prompt's entry and its end, and between two tokens of an answer, at most."""
-LONG = 16
-"""Most chunks of a prompt that is no book. A longer one is a book until this number of its chunks is left."""
-
-
-@dataclass(eq=False)
-class QueueEntry:
-    """A prompt that has entered.
-
-    Attributes:
-        background: a book of any length.
-        passed: tokens of others that were read since it entered; of a book, since its last piece.
-        taken: its own tokens in the forward that is being made up.
-    """
-
-    prompt: Sequence
-    background: bool
-    passed: int = 0
-    taken: int = 0
-
-
-class PromptScheduler:
-    """The order of reading prompts, with a bounded wait.
-
-    Args:
-        chunk: tokens of a chunk. piece: tokens of prompts in one forward, at most; a chunk of one prompt may be more.
-    """
-
-    def __init__(self, chunk: int, piece: int) -> None:
-        self.patience, self.long = PATIENCE * chunk, LONG * chunk
-        self.piece = min(piece, self.patience)
-        self._order: list[QueueEntry] = []
-        self._books: list[QueueEntry] = []
-
-    def takes(self, left: int, *, background: bool = False) -> bool:
-        """Whether a prompt with ``left`` tokens to read may enter now."""
-        return background or left > self.long or self._place(left) is not None
-
-    def enter(self, prompt: Sequence, left: int, *, background: bool = False) -> None:
-        """A prompt enters; ``takes`` has said that it may."""
-        place = None if background or left > self.long else self._place(left)
-        if place is None:
-            self._books.append(QueueEntry(prompt, background))
-        else:
-            self._order.insert(place, QueueEntry(prompt, background))
-
-    def pick(self, reading: abc.Sequence[Sequence]) -> list[Sequence]:
-        """The prompts of the next forward, a piece of each. ``reading``: those not at their end yet."""
-        present = {id(prompt) for prompt in reading}
-        self._order = [entry for entry in self._order if id(entry.prompt) in present]
-        self._books = [entry for entry in self._books if id(entry.prompt) in present]
-        for book in [one for one in self._books if not one.background and one.prompt.remaining <= self.long]:
-            if (place := self._place(book.prompt.remaining, promoted=book)) is not None:
-                self._books.remove(book)
-                self._order.insert(place, book)
-                book.passed = 0
-        self._books.sort(key=lambda book: -book.passed)
-        chosen, room = list[QueueEntry](), self.piece
-        for entry in [*self._order, *self._books]:
-            if chosen and (entry.prompt.piece_len > room or not self._affords(entry)):
-                break
-            chosen.append(entry)
-            room -= entry.prompt.piece_len
-            self._count(entry)
-        for entry in chosen:
-            entry.taken = 0
-        return [entry.prompt for entry in chosen]
-
-    def _ahead(self) -> Iterator[tuple[QueueEntry, int]]:
-        """Prompts in their order, each with the tokens of others that it will have let pass when its own turn comes."""
-        before = 0
-        for entry in self._order:
-            yield entry, entry.passed + before
-            before += entry.prompt.remaining - entry.taken
-
-    def _place(self, left: int, promoted: QueueEntry | None = None) -> int | None:
-        """Place in the order for a prompt, or a book that is ``promoted``; None where someone would wait too long."""
-        if any(book.passed >= self.patience and book.prompt.remaining for book in self._books if book is not promoted):
-            return None
-        place = len(self._order)
-        for entry, ahead in reversed(list(self._ahead())):
-            if entry.prompt.remaining <= left or ahead + left > self.patience:
-                break
-            place -= 1
-        # A forward's room is left, so that it may be shared with those behind.
-        before = sum(entry.prompt.remaining for entry in self._order[:place])
-        return place if before <= self.patience - self.piece else None
-
-    def _affords(self, chosen: QueueEntry) -> bool:
-        """Whether those before a prompt can let its next piece pass."""
-        before = takewhile(lambda one: one[0] is not chosen, self._ahead())
-        return all(ahead + chosen.prompt.piece_len <= self.patience for _, ahead in before)
-
-    def _count(self, chosen: QueueEntry) -> None:
-        """A piece of one prompt passes all others."""
-        chosen.taken = chosen.prompt.piece_len
-        for entry in (*self._order, *self._books):
-            entry.passed += chosen.taken if entry is not chosen else 0
-        if chosen in self._books:
-            chosen.passed = 0
-
-
-# ---- the loop ---------------------------------------------------------------------------------------------------------
 
 
 class Engine:

@@ -1,135 +1,17 @@
-"""One text: its prompt, piece by piece, and then its answer, token by token: each is chosen here from logits. Who computes is not
-asked here."""
+"""One text: its prompt, piece by piece, and then its answer, token by token. Who computes is not asked here."""
 
-import math
 import time
-from collections import Counter, abc, defaultdict
-from collections.abc import Callable
+from collections import abc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Protocol, cast
+from itertools import takewhile
 
 import torch
-from annotated_types import Ge, Interval
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation import logits_process as steps
 
-from ..backbones.wrapped import speaking
 from ..cache.bounded import BoundedCache
-from ..settings import Repetition
-from ..validation import validate_fields
+from .sampling import Chooser, Sampling
 from .thoughts import Thought
-
-# ---- choice of the next token, and those that end an answer --------------------------------------------------------------
-
-
-class Constraint(Protocol):
-    """The tokens that may come next in one answer, such as those of a grammar."""
-
-    def allowed(self, vocabulary: int) -> Tensor:
-        """Whether each token may come next: bool, of shape ``[vocabulary]``, on the CPU."""
-
-    def take(self, token: int) -> None:
-        """Note the token that was chosen."""
-
-
-Penalty = Annotated[float, Interval(ge=-2, le=2)]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """The choice of the next token; ``temperature`` below 0.001 is greedy, ``top_k=0`` keeps every token.
-
-    ``min_p`` leaves out tokens below that share of the likeliest one's probability. ``frequency_penalty`` is taken from a
-    token's logit for each time that the answer has it, ``presence_penalty`` once; ``logit_bias`` is added, by token.
-    ``constrain`` makes the answer's own constraint.
-    """
-
-    temperature: Annotated[float, Ge(0)] = 0.0
-    top_k: Annotated[int, Ge(0)] = 0
-    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    repetition_penalty: Repetition = 1.0
-    min_p: Annotated[float, Interval(ge=0, le=1)] = 0.0
-    frequency_penalty: Penalty = 0.0
-    presence_penalty: Penalty = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    constrain: Callable[[], Constraint] | None = field(default=None, compare=False)
-
-    def __post_init__(self) -> None:
-        validate_fields(self)
-        if self.temperature < 1e-3:  # logits divided by it would overflow
-            object.__setattr__(self, "temperature", 0.0)
-
-
-class Chooser:
-    """The next token of one text, by its own random numbers: ``choose(logits)``."""
-
-    def __init__(self, sampling: Sampling, seed: int, device: torch.device, prompt: abc.Sequence[int]) -> None:
-        self._sampling = sampling
-        drawing = [
-            (steps.TemperatureLogitsWarper, sampling.temperature, 1.0), (steps.TopKLogitsWarper, sampling.top_k, 0),
-            (steps.TopPLogitsWarper, sampling.top_p, 1.0), (steps.MinPLogitsWarper, sampling.min_p, 0.0),
-        ] if sampling.temperature > 0 else []  # fmt: skip
-        penalty = steps.RepetitionPenaltyLogitsProcessor, sampling.repetition_penalty, 1.0
-        # transformers' own, in its own order, but for those that change nothing
-        self._processors = steps.LogitsProcessorList(
-            make(value) for make, value, idle in (penalty, *drawing) if value != idle
-        )
-        drawn = sampling.temperature > 0  # greedy choices need no generator, which some devices lack
-        self._generator = torch.Generator(device=device).manual_seed(seed) if drawn else None
-        self._seen = list(prompt) if sampling.repetition_penalty != 1.0 else []
-        self._answered: Counter[int] = Counter()
-        self._constraint = None if sampling.constrain is None else sampling.constrain()
-
-    def __call__(self, logits_V: Tensor) -> int:
-        scores_V = self._changed(logits_V)
-        if self._processors:  # for a copy of what was said the host waits
-            history = torch.tensor([self._seen], device=logits_V.device, dtype=torch.long)
-            scores_V = self._processors(cast(torch.LongTensor, history), cast(torch.FloatTensor, scores_V[None]))[0]
-        if self._sampling.temperature > 0:
-            token = int(torch.multinomial(scores_V.softmax(-1), 1, generator=self._generator))
-        else:
-            at = scores_V.argmax()
-            number, best = torch.stack((at.float(), scores_V.take(at).float())).tolist()  # the host waits once
-            if not math.isfinite(best):
-                raise RuntimeError(f"the next token's logits are not finite, but {best}: no token can be chosen")
-            token = int(number)
-        self.note(token)
-        return token
-
-    def note(self, token: int) -> None:
-        """Note the token that comes next, chosen here or not."""
-        self._seen.append(token)
-        self._answered[token] += 1
-        if self._constraint is not None:
-            self._constraint.take(token)
-
-    def _changed(self, logits_V: Tensor) -> Tensor:
-        """Logits ``[V]`` changed by penalties on the answer's own tokens, by biases and by the constraint."""
-        sampling, changes = self._sampling, defaultdict[int, float](float)
-        if sampling.frequency_penalty or sampling.presence_penalty:
-            for token, times in self._answered.items():
-                changes[token] -= sampling.frequency_penalty * times + sampling.presence_penalty
-        for token, bias in sampling.logit_bias:
-            changes[token] += bias
-        if changes:
-            at = torch.tensor(list(changes), device=logits_V.device)
-            by = torch.tensor(list(changes.values()), dtype=torch.float32, device=at.device)
-            logits_V = logits_V.index_add(0, at, by.to(logits_V))
-        if self._constraint is not None:
-            allowed_V = self._constraint.allowed(len(logits_V)).to(logits_V.device)
-            logits_V = logits_V.masked_fill(~allowed_V, -math.inf)
-        return logits_V
-
-
-def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every end-of-sequence id that the generation configuration or the tokenizer names."""
-    eos = getattr(speaking(model).generation_config, "eos_token_id", None)
-    ids = set(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id}
-    return frozenset(i for i in ids if i is not None)
-
-
-# ---- a text that runs -------------------------------------------------------------------------------------------------
 
 BLOCK = 256
 """Tokens of a prompt in one forward, at most, where the logits of each are wanted: they are as many as the vocabulary."""
@@ -321,3 +203,115 @@ class Sequence:
         self.finish_reason, self.error = reason, error
         self.cache = self.text = None
         self.ended_s = time.perf_counter() - self.began
+
+
+# ---- whose prompt is read next, so that nobody waits long for another -----------------------------------------------
+
+# A bound in tokens of work, which holds on any machine.
+#
+# A prompt enters when it can be read to its end while at most ``PATIENCE`` chunks of other prompts are read; until then it
+# waits outside. Within that bound shorter prompts come first. Books (prompts in the background, and those of more than ``LONG``
+# chunks) are read in between: after at most ``PATIENCE`` chunks of others nobody enters before a book has had a chunk.
+
+
+PATIENCE = 3
+"""Chunks of other prompts between a prompt's entry and its end, and between two tokens of an answer, at most."""
+LONG = 16
+"""Most chunks of a prompt that is no book. A longer one is a book until this number of its chunks is left."""
+
+
+@dataclass(eq=False)
+class QueueEntry:
+    """A prompt that has entered.
+
+    Attributes:
+        background: a book of any length.
+        passed: tokens of others that were read since it entered; of a book, since its last piece.
+        taken: its own tokens in the forward that is being made up.
+    """
+
+    prompt: Sequence
+    background: bool
+    passed: int = 0
+    taken: int = 0
+
+
+class PromptScheduler:
+    """The order of reading prompts, with a bounded wait.
+
+    Args:
+        chunk: tokens of a chunk. piece: tokens of prompts in one forward, at most; a chunk of one prompt may be more.
+    """
+
+    def __init__(self, chunk: int, piece: int) -> None:
+        self.patience, self.long = PATIENCE * chunk, LONG * chunk
+        self.piece = min(piece, self.patience)
+        self._order: list[QueueEntry] = []
+        self._books: list[QueueEntry] = []
+
+    def takes(self, left: int, *, background: bool = False) -> bool:
+        """Whether a prompt with ``left`` tokens to read may enter now."""
+        return background or left > self.long or self._place(left) is not None
+
+    def enter(self, prompt: Sequence, left: int, *, background: bool = False) -> None:
+        """A prompt enters; ``takes`` has said that it may."""
+        place = None if background or left > self.long else self._place(left)
+        if place is None:
+            self._books.append(QueueEntry(prompt, background))
+        else:
+            self._order.insert(place, QueueEntry(prompt, background))
+
+    def pick(self, reading: abc.Sequence[Sequence]) -> list[Sequence]:
+        """The prompts of the next forward, a piece of each. ``reading``: those not at their end yet."""
+        present = {id(prompt) for prompt in reading}
+        self._order = [entry for entry in self._order if id(entry.prompt) in present]
+        self._books = [entry for entry in self._books if id(entry.prompt) in present]
+        for book in [one for one in self._books if not one.background and one.prompt.remaining <= self.long]:
+            if (place := self._place(book.prompt.remaining, promoted=book)) is not None:
+                self._books.remove(book)
+                self._order.insert(place, book)
+                book.passed = 0
+        self._books.sort(key=lambda book: -book.passed)
+        chosen, room = list[QueueEntry](), self.piece
+        for entry in [*self._order, *self._books]:
+            if chosen and (entry.prompt.piece_len > room or not self._affords(entry)):
+                break
+            chosen.append(entry)
+            room -= entry.prompt.piece_len
+            self._count(entry)
+        for entry in chosen:
+            entry.taken = 0
+        return [entry.prompt for entry in chosen]
+
+    def _ahead(self) -> Iterator[tuple[QueueEntry, int]]:
+        """Prompts in their order, each with the tokens of others that it will have let pass when its own turn comes."""
+        before = 0
+        for entry in self._order:
+            yield entry, entry.passed + before
+            before += entry.prompt.remaining - entry.taken
+
+    def _place(self, left: int, promoted: QueueEntry | None = None) -> int | None:
+        """Place in the order for a prompt, or a book that is ``promoted``; None where someone would wait too long."""
+        if any(book.passed >= self.patience and book.prompt.remaining for book in self._books if book is not promoted):
+            return None
+        place = len(self._order)
+        for entry, ahead in reversed(list(self._ahead())):
+            if entry.prompt.remaining <= left or ahead + left > self.patience:
+                break
+            place -= 1
+        # A forward's room is left, so that it may be shared with those behind.
+        before = sum(entry.prompt.remaining for entry in self._order[:place])
+        return place if before <= self.patience - self.piece else None
+
+    def _affords(self, chosen: QueueEntry) -> bool:
+        """Whether those before a prompt can let its next piece pass."""
+        before = takewhile(lambda one: one[0] is not chosen, self._ahead())
+        return all(ahead + chosen.prompt.piece_len <= self.patience for _, ahead in before)
+
+    def _count(self, chosen: QueueEntry) -> None:
+        """A piece of one prompt passes all others."""
+        chosen.taken = chosen.prompt.piece_len
+        for entry in (*self._order, *self._books):
+            entry.passed += chosen.taken if entry is not chosen else 0
+        if chosen in self._books:
+            chosen.passed = 0

@@ -25,7 +25,8 @@ from .drivers import driver_of
 from .engine import Engine
 from .evidence import EvidenceSearch, Passage
 from .report import Report
-from .sequence import Request, Sampling, Sequence, stop_ids
+from .sampling import Sampling, stop_ids
+from .sequence import Request, Sequence
 from .thoughts import Thought
 
 

@@ -20,7 +20,7 @@ from locret_kit import attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache.batch import BatchCache
 from locret_kit.runtime.engine import Engine, Request, run
-from locret_kit.runtime.sequence import Chooser
+from locret_kit.runtime.sampling import Chooser
 from locret_kit.runtime.session import Answer, Sampling
 
 LENGTHS = (83, 20, 61, 7)

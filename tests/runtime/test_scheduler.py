@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from locret_kit.runtime.engine import LONG, PATIENCE, PromptScheduler
+from locret_kit.runtime.sequence import LONG, PATIENCE, PromptScheduler
 
 
 @dataclass(eq=False)

@@ -15,7 +15,8 @@ from thinking_model import OPENED, QUESTIONS, parts
 from locret_kit import BoundedCache, Document
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.engine import Engine
-from locret_kit.runtime.sequence import Request, Sampling, stop_ids
+from locret_kit.runtime.sampling import Sampling, stop_ids
+from locret_kit.runtime.sequence import Request
 from locret_kit.runtime.session import prefill
 from locret_kit.runtime.thoughts import Thought
 from locret_kit.serving.engine_thread import EngineThread

@@ -18,7 +18,7 @@ from tiny_tokenizer import TEMPLATE, TEXT, byte_level, chatting
 from locret_kit.backbones.intercept import attached
 from locret_kit.cli.serve import sampling_defaults
 from locret_kit.config.serve_options import ServeOptions
-from locret_kit.runtime.sequence import Chooser, Sampling
+from locret_kit.runtime.sampling import Chooser, Sampling
 from locret_kit.serving.app import Detokenize
 from locret_kit.serving.bodies import ChatBody, TextBody
 from locret_kit.text.template import render_messages
