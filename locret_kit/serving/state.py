@@ -154,8 +154,8 @@ class Server:
         return {hashlib.sha256(key.encode()).digest(): owner_of(key, self.salt) for key in self.keys or ("",)}
 
     async def in_turn(self, lane: str, owner: str, act: Callable[[], T]) -> T:
-        """Run ``act`` in a thread of ``readers`` and return its result. A lane runs one at a time. Of an owner's, one at a time waits for it
-        among those of others."""
+        """Run ``act`` in a thread of ``readers`` and return its result. A lane runs one at a time. Of an owner's, one at a time
+        waits for it among those of others."""
         async with self.lanes[lane, owner], self.lanes[lane,]:
             return await asyncio.get_running_loop().run_in_executor(self.readers, act)
 
