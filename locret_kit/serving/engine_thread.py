@@ -265,7 +265,9 @@ class EngineThread:
                 self._admission.active.remove(request)
             if request.search is not None and request.cache is not None:
                 request.search.end(request.cache)
-            cache, reusable = request.cache, request.reusable and sequence.finish_reason in ("stop", "length")
+            # One that its client left goes on too, from what was written.
+            begun = sequence.error is None and bool(sequence.written)
+            cache, reusable = request.cache, request.reusable and (begun or sequence.finish_reason == "stop")
             if request.drops_thoughts:
                 cache, reusable = request.next_cache, request.reusable
             ended = cache is None or cache.state.unfinished or bool(cache.reread_positions)

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 import time
 from array import array
 from contextlib import suppress
@@ -20,6 +21,7 @@ from served import (
     ask,
     ask_together,
     new_engine,
+    new_request,
     random_ids,
     running_engine,
     serving,
@@ -60,6 +62,23 @@ def test_a_stop_text_ends_an_answer_and_its_conversation_goes_on(engine):
     shorter = ask(engine, "bert", ids, tokens=3)
     assert shorter.sequence.tokens == request.sequence.tokens[:3]
     assert ask(engine, "bert", longer).sequence.tokens == again.sequence.tokens
+
+
+def test_a_cancelled_answer_goes_on_from_what_was_written(engine):
+    ids, ended = random_ids(150, 3), threading.Event()
+    request = new_request(ids, 60, owner="anna")
+
+    def change() -> None:
+        if len(request.sequence.written) == 3:
+            engine.cancel(request)
+        if request.sequence.finish_reason is not None:
+            ended.set()
+
+    request.on_change = change
+    engine.submit(request)
+    assert ended.wait(300) and request.sequence.finish_reason == "cancelled"
+    again = ask(engine, "anna", ids + array("i", request.sequence.written) + random_ids(20, 2))
+    assert again.cached_tokens == len(ids) + 2
 
 
 def test_evictions_are_counted_once():
