@@ -1,5 +1,6 @@
 """Backbone, heads and caches' settings of an evaluation, from what ``locret-eval`` was given."""
 
+import hashlib
 import os
 import sys
 from collections.abc import Mapping
@@ -87,11 +88,11 @@ def _adapter(given: str | None, heads: Mapping[str, RetainingHeads]) -> str | No
 
 
 def run_config(config: EvalConfig, parts: EvalParts) -> dict[str, object]:
-    """Settings that the folder's rows share, and the heads that there are rows of, for its ``config.json``. Rows of other
-    settings, or of other heads by the same name, are an error. Other checkpoints may come in later.
+    """Settings that the folder's rows share, and the heads and plugins that there are rows of, for its ``config.json``. Rows of
+    other settings, or of other heads or plugins by the same name, are an error. Other checkpoints may come in later.
 
     Raises:
-        ValueError: the folder holds rows of another setting or other heads; names it.
+        ValueError: the folder holds rows of another setting, other heads or an edited plugin; names it.
     """
     out, path = Path(config.out), Path(config.out) / CONFIG
     if not (above := next(place for place in (out, *out.absolute().parents) if place.exists())).is_dir():
@@ -109,6 +110,12 @@ def run_config(config: EvalConfig, parts: EvalParts) -> dict[str, object]:
             then = before.get(key, defaults[key])
             if then != now[key]:
                 raise ValueError(f"{holds} rows with {key}={then}, not {key}={now[key]}: choose another out")
+    plugins: dict[str, str] = dict(before.get("plugins") or {})  # type: ignore[call-overload]
+    if config.plugin is not None and config.plugin.endswith(".py"):
+        digest = hashlib.sha256(Path(config.plugin).read_bytes()).hexdigest()[:16]
+        if plugins.setdefault(config.plugin, digest) != digest:
+            theirs = f"rows with plugin={config.plugin} of SHA-256 {plugins[config.plugin]}"
+            raise ValueError(f"{holds} {theirs}, not {digest}: choose another out")
     known = before.get("heads") or {}
     assert isinstance(known, dict)
     scored = {row.heads for row in read_rows(out) if row.error is None} if before else set()
@@ -117,7 +124,7 @@ def run_config(config: EvalConfig, parts: EvalParts) -> dict[str, object]:
             if known.get(name, facts)[what] != value and (what != "weights" or name in scored):
                 theirs = f"rows of heads {name} with {what}={known[name][what]}"
                 raise ValueError(f"{holds} {theirs}, not {what}={value}: choose another out")
-    return {**now, "heads": {**known, **heads}}
+    return {**now, "heads": {**known, **heads}, "plugins": plugins}
 
 
 def load_setup(config: EvalConfig, parts: EvalParts) -> Setup:

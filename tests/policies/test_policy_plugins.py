@@ -4,6 +4,7 @@ import io
 import json
 import sys
 import warnings
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -12,7 +13,11 @@ from policy_runs import held, run
 from tiny_tokenizer import TEXT, save_tiny_backbone
 
 import locret_kit.registry as plugins
+from locret_kit.cli.eval_setup import CONFIG, EvalParts, run_config
 from locret_kit.cli.infer import main
+from locret_kit.config.eval_options import load_eval_config
+from locret_kit.evals.engine import Row, appending
+from locret_kit.files import write_json
 from locret_kit.policies import Policy, registry
 from locret_kit.policies.base import PolicyWarning, Score, TopK, best_of
 from locret_kit.policies.grammar import describe_policies, parse_policy, spell
@@ -75,6 +80,19 @@ def test_a_file_of_the_users_is_a_policy(tmp_path):
     assert any(text.split()[0] == "my-vatp" for text in describe_policies())
     kept = held(run("my-vatp", budget=24))
     assert kept != held(run("score=aas", budget=24)) and all(len(head) == 28 for layer in kept for head in layer)
+
+
+def test_rows_of_an_edited_file_are_not_continued(tmp_path):
+    path, parts = written(tmp_path, "mine"), EvalParts("tiny", None, {}, {})
+    config = load_eval_config(["tasks=[passkey]", f"out={tmp_path}", "model=tiny", f"plugin={path}"])
+    write_json(tmp_path / CONFIG, run_config(config, parts))
+    with appending(tmp_path / "rows.0.jsonl") as append:
+        append(Row(task="passkey", haystack="-", length=1, budget=1, policy="mine", heads="-", sample=0))
+    run_config(config, parts)
+    written(tmp_path, "mine", VATP.replace("self.power", "3.0"))
+    with pytest.raises(ValueError, match=r"plugin=.*mine.py of SHA-256 \w{16}, not \w{16}: choose another out"):
+        run_config(config, parts)
+    run_config(replace(config, plugin=None), parts)
 
 
 @pytest.mark.parametrize(
