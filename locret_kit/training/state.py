@@ -13,7 +13,7 @@ from ..heads import kept_in
 from . import SETTINGS, FrozenTraining, flat
 from .data import HELD, SampleModule
 
-FREE = ("recipe", "out", "resume", "trainer.", "data.batch", "data.num_workers")
+FREE = ("recipe", "out", "resume", "trainer.", "data.batch", "data.num_workers", "heads.init")
 """Beginnings of settings that may change from one part of a run to the next: they change no step."""
 BATCH = ("optim.accumulate", "trainer.devices", "trainer.num_nodes")
 """Settings whose product is the number of samples in a step; they may change together."""
@@ -103,6 +103,8 @@ def check_state(path: Path, module: FrozenTraining, data: SampleModule) -> list[
     changed = [name for name in differ if (len(batches) > 1 if name in BATCH else not name.startswith(FREE))]
     words = ", ".join(f"{name}={now[name]} (was {before[name]})" for name in changed)
     warned = [f"warning: {path} was saved with other settings; from here on: {words}"] if changed else []
+    if "heads.init" in differ and (init := now["heads.init"]) is not None:
+        warned.append(f"warning: heads.init={init} has no effect: the weights are those of {path}")
     held = data.samples.held and data.samples.held_hash
     if held and state[SampleModule.__name__].get(HELD, held) != held:
         why = "its figures and out/best do not compare with those to come, whose samples may have been trained on"

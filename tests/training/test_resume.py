@@ -305,6 +305,7 @@ def test_a_run_goes_on_with_the_optimiser_settings_that_it_is_given(backbone, tm
         (["optim.accumulate=2"], "optim.accumulate=2 (was 4)"),
         (["optim.accumulate=2", "trainer.devices=4"], "optim.accumulate=2 (was 4), trainer.devices=4 (was 1)"),
         (["trainer.val_every=7", "data.batch=2"], ""),
+        (["heads.init=mine"], "heads.init=mine has no effect: the weights are those of FILE"),
     ],
 )
 def test_a_warning_says_whether_steps_have_as_many_samples(tmp_path, given, warned):
@@ -317,11 +318,12 @@ def test_a_warning_says_whether_steps_have_as_many_samples(tmp_path, given, warn
 
     saved = flat(config([]))
     state = {"global_step": 1, "state_dict": {}, SampleModule.__name__: {"done": 4}, RECORDED: saved}
-    torch.save(state, tmp_path / "step=1.ckpt")
+    torch.save(state, path := tmp_path / "step=1.ckpt")
     module = SimpleNamespace(state_dict=dict, cfg=config(given))
     data = SimpleNamespace(samples=SimpleNamespace(held=[]))
-    said = check_state(tmp_path / "step=1.ckpt", module, data)
-    assert [line.partition("from here on: ")[2] for line in said] == ([warned] if warned else [])
+    said = [line.replace(str(path), "FILE") for line in check_state(path, module, data)]
+    changed = "FILE was saved with other settings; from here on: " * ("(was" in warned)
+    assert said == ([f"warning: {changed}{warned}"] if warned else [])
 
 
 def test_a_run_has_no_fewer_steps_than_are_done(run, tmp_path, capsys, backbone):
