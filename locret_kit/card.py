@@ -52,7 +52,8 @@ def publish(
     token: str | None = None,
     **names: str | None,
 ) -> str:
-    """Upload heads, a model card and the files beside them to the Hub; returns the commit's address.
+    """Upload heads, a model card and the files beside them to the Hub; returns the commit's address. Curves, rows and
+    settings of an earlier publication are deleted where there are none now.
 
     Args:
         repo: ``user/name``. It is made if it is missing.
@@ -70,7 +71,10 @@ def publish(
     """
     with tempfile.TemporaryDirectory() as work:
         write_release(heads, repo, Path(work), source, **names)
-        return push(Path(work), repo, private=private, message=message, marker=(CONFIG, FORMAT), token=token)
+        made = "*.csv", "*.jsonl", TRAINING  # pictures and texts there may be the user's
+        return push(
+            Path(work), repo, private=private, message=message, marker=(CONFIG, FORMAT), replaces=made, token=token
+        )
 
 
 def write_release(

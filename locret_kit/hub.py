@@ -6,7 +6,7 @@ This module knows nothing of heads.
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from json import JSONDecodeError
 from pathlib import Path
 from typing import TypedDict, Unpack
@@ -85,9 +85,11 @@ def pull(
 
 
 def push(
-    folder: Path, repo: str, *, private: bool, message: str, marker: tuple[str, str], token: str | None = None
-) -> str:
-    """Upload every file of ``folder`` as one commit, and return its address: other readers see all of it or nothing.
+    folder: Path, repo: str, *, private: bool, message: str, marker: tuple[str, str], replaces: Sequence[str],
+    token: str | None = None,
+) -> str:  # fmt: skip
+    """Upload every file of ``folder`` as one commit, and return its address: other readers see all of it or nothing. Files
+    there whose name is of a pattern in ``replaces``, and that ``folder`` lacks, are deleted.
 
     A repository that is missing is made. One that has files is written to only if it is ours: ``marker`` names a JSON
     file and the value its ``format`` must have. With ``private``, a public one is refused.
@@ -112,7 +114,10 @@ def push(
             if not isinstance(config, dict) or config.get("format") != wanted:
                 raise ValueError(f"it exists and holds something else ({', '.join(there[:3])}); give another name")
         state = f"look into {repo}: the upload did not end"
-        return str(api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message).commit_url)
+        commit = api.upload_folder(
+            repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=[*replaces]
+        )
+        return str(commit.commit_url)
     except Exception as error:
         raise OSError(f"repo={repo!r}: {state}: {explain(error, repo, 'write to')}") from error
 

@@ -107,6 +107,8 @@ class HubServer:
             files = {value["path"]: base64.b64decode(value["content"]) for key, value in lines if key == "file"}
             files |= {value["path"]: self.objects[value["oid"]] for key, value in lines if key == "lfsFile"}
             sha = self.add(name, files)
+            for gone in (value["path"] for key, value in lines if key == "deletedFile"):
+                del self.repos[name][-1][1][gone]
             return 200, {"commitUrl": f"{self.url}/{name}/commit/{sha}", "commitOid": sha}
         sha, files = self.repos[name][-1] if self.repos[name] else ("0" * 40, {})
         if "/resolve/" in rest:

@@ -315,8 +315,10 @@ os.environ.pop("HF_TOKEN")
 dry = cli("publish", "--ckpt", ckpt, "--repo", "me/heads", "--private", "--dry-run")
 os.environ["HF_TOKEN"] = "hf_me"
 report(dry=dry, published=cli("publish", "--ckpt", ckpt, "--repo", "me/heads", "--message", "first"))
+from huggingface_hub import list_repo_files, upload_file
+for name in ("old.jsonl", "picture.svg"):
+    upload_file(path_or_fileobj=b"", path_in_repo=name, repo_id="me/heads")
 report(again=cli("publish", "--ckpt", ckpt, "--repo", "me/heads"))
-from huggingface_hub import list_repo_files
 report(names=sorted(list_repo_files("me/heads")), backbone=load("me/heads"), bin=load("old/heads", backbone="lab/tiny"))
 text = "The harbour was quiet. The pass key is 12345. " * 12
 report(infer=cli("infer", "--ckpt", "me/heads", "--max-new-tokens", "3", "--device", "cpu", stdin=text))
@@ -390,9 +392,9 @@ def test_publish_list_download_infer(ran):
     assert said["published"][0] == said["again"][0] == 0, said
     assert "me/heads" in hub.private, "the owner's default decides"
     assert said["published"][1].strip() == f"{hub.url}/me/heads/commit/{repo[0][0]}"
-    assert len(repo) <= 2
+    assert "old.jsonl" in repo[2][1] and len(repo) == 4, "a file that no longer exists goes; others stay"
     published = ["README.md", "config.json", "curves.csv", "model.safetensors", "results.jsonl", "training.json"]
-    assert said["names"] == sorted(published)
+    assert said["names"] == sorted([*published, "picture.svg"])
     assert repo[-1][1]["model.safetensors"] == (ckpt / "model.safetensors").read_bytes()
     assert said["backbone"] == said["bin"] == "lab/tiny"
     assert said["infer"][0] == 0 and "backbone: lab/tiny" in said["infer"][2], said["infer"]
