@@ -7,6 +7,7 @@ contains. Only the template may write control tokens. Others in its output are m
 import json
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain, count
 from typing import cast
@@ -284,6 +285,10 @@ def render_traced(
         given["add_generation_prompt"] = generation and not continued
         with limited_steps():
             text = cast(Traced, template.render(given))
+            if not _shows_content(text):
+                with suppress(*REFUSALS):  # a template that reads lists of parts alone
+                    parts = cast(Traced, template.render({**given, "messages": [*map(_in_parts, said)]}))
+                    text = parts if _shows_content(parts) else text
     except REFUSALS as error:
         kind = ValueError if isinstance(error, RecursionError) else Refusal  # too deep, in whatever form it is given
         raise kind(f"the chat template refuses the conversation: {first_line(error)}") from error
@@ -306,6 +311,17 @@ def _traced_message(number: int, message: Mapping[str, object]) -> dict[str, obj
     if isinstance(message.get("content"), str):
         said["content"] = Traced(str(message["content"]), chr(FIRST + number))
     return said
+
+
+def _shows_content(text: Traced) -> bool:
+    """Whether a rendering has a character of a message's content."""
+    return any(origin > OWN for origin in text.origin)
+
+
+def _in_parts(message: dict[str, object]) -> dict[str, object]:
+    """A message whose content is a list of one part."""
+    content = message.get("content")
+    return {**message, "content": traced([{"type": "text", "text": content}], OWN)} if content else message
 
 
 def _marker(contents: Sequence[str]) -> str:

@@ -229,6 +229,16 @@ def test_overlapping_spellings():
     ]  # fmt: skip
 
 
+def test_a_template_that_reads_parts_alone():
+    """As that of SmolVLM."""
+    parts = "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+    begin = "{{ m.role }}{% if m.content[0].type == 'image' %}:{% else %}: {% endif %}"
+    template = "{% for m in messages %}BEGINPARTSEND\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    tokenizer = tiny_tokenizer(template.replace("BEGIN", begin).replace("PARTS", parts).replace("END", "<|im_end|>"))
+    assert render_prompt(tokenizer, "Who?") == ("user: ", "\n\nWho?<|im_end|>\nassistant:")
+    assert render_turn(tokenizer, "a<|im_end|>") == f"<|im_end|>\nuser: a<{CUT}|im_end|><|im_end|>\nassistant:"
+
+
 @pytest.mark.parametrize(
     ("template", "words"),
     [
