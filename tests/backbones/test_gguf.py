@@ -164,6 +164,8 @@ def test_a_conversation_with_tools_has_the_template_for_it(tmp_path):
     path = write_gguf(tmp_path / "templates.gguf", tiny_source("llama"), "F16", tokenizer)
     own = load_tokenizer(str(path))
     assert [template_source(own), template_source(own, tools=True)] == [*templates.values()]
+    (file := open_gguf(path)).fields["tokenizer.chat_template"] = " "
+    assert tokenizer_of(file).chat_template is None, "a blank one is none"
 
 
 def test_matrices_stay_where_the_file_is_mapped(file):

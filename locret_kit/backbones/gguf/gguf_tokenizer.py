@@ -62,7 +62,7 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerBase:
     templates = {
         name.removeprefix(TEMPLATE).removeprefix(".") or "default": text
         for name, text in file.fields.items()
-        if name.startswith(TEMPLATE) and isinstance(text, str)
+        if name.startswith(TEMPLATE) and isinstance(text, str) and text.strip()
     }
     if "default" in templates:
         tokenizer.chat_template = templates if len(templates) > 1 else templates["default"]
