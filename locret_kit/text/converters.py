@@ -18,6 +18,8 @@ _BASE64 = re.compile(r"(?<![A-Za-z0-9+/])(?:(?:[A-Za-z0-9+/]{60,80}={0,2}(?:\\n|
 ENCODED = "it holds base64, such as pictures or attachments, which is read letter by letter: take the text out first"
 _PREFIX = re.compile(rb"(</?)[\w.-]+:(?=(?:package|manifest|spine|item|itemref)\b)")
 """A prefix of names in an EPUB's list of chapters, of which its converter knows none."""
+_FIELD = re.compile(rb"</?w:fldSimple\b[^>]*>")
+"""Ends of a simple field in a Word file, whose result its converter leaves out."""
 MARKS = b"\xff\xfe", b"\xfe\xff"
 """First bytes of text in UTF-16."""
 _ENDS = re.compile(rb"</(?:body|html)\s*>", re.IGNORECASE)
@@ -101,10 +103,16 @@ def stored(data: bytes, name: str) -> BytesIO:
             if entry.is_dir():
                 continue
             with archive.open(entry) as packed, copy.open(entry.filename, "w") as unpacked:
-                listed = entry.filename.endswith(".opf")
-                while piece := packed.read(1 << (22 if listed else 16)):
+                marked = entry.filename.endswith((".opf", "ml", ".htm"))
+                while piece := packed.read(max(1, entry.file_size) if marked else 1 << 16):
                     if entry.filename == "META-INF/encryption.xml" and b"xmlenc#aes" in piece:  # text, not fonts
                         raise locked
-                    unpacked.write(_PREFIX.sub(rb"\1", piece) if listed else piece)
+                    unpacked.write(_readable(piece) if marked else piece)
     out.seek(0)
     return out
+
+
+def _readable(piece: bytes) -> bytes:
+    """An entry of XML or HTML as the converters read it."""
+    utf8 = piece.decode("utf-16").encode() if piece.startswith(MARKS) else piece
+    return _FIELD.sub(b"", _PREFIX.sub(rb"\1", utf8))

@@ -90,16 +90,21 @@ def test_word():
     lines = [*prose(1, 3), "1 < 2 & café"]
     text = read(docx(lines), "a.docx")
     assert text.startswith("\n\n".join(lines)) and re.search(r"\|\s*left\s*\|\s*right\s*\|", text)
+    files = docx_files(["On page 42."])
+    body = str(files["word/document.xml"]).replace("<w:r>", '<w:fldSimple w:instr=" PAGEREF a "><w:r>', 1)
+    body = body.replace("</w:r>", "</w:r></w:fldSimple>", 1)
+    assert read(zipped({**files, "word/document.xml": body}), "a.docx").startswith("On page 42.")
 
 
 def test_a_book_in_its_reading_order():
-    """Also where the names of its list have a prefix."""
+    """Also where the names of its list have a prefix, and in UTF-16."""
     chapters = [" ".join(prose(i, 3)) for i in range(4)]
     whole, files = read(epub(chapters), "a.epub"), epub_files(chapters)
     text = re.sub(r"!\[\]\(\S*\)\s*", "", whole)
     assert [part for part in text.strip().split("\n\n") if not part.startswith("**")] == chapters
     listed = re.sub(r"(</?)", r"\1opf:", files["content.opf"]).replace("package>", "package xmlns:opf='x'>", 1)
-    assert read(zipped({**files, "content.opf": listed}), "a.epub") == whole
+    wide = {f"c{i}.xhtml": str(files[f"c{i}.xhtml"]).encode("utf-16") for i in range(4)}
+    assert read(zipped({**files, "content.opf": listed, **wide}), "a.epub") == whole
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
