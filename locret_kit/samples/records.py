@@ -127,7 +127,9 @@ def _read_parquet(path: Path) -> Iterator[dict]:
 
 def _read_json(path: Path, broken: Callable[[str], object] | None) -> Iterator[dict]:
     with path.open(encoding="utf-8-sig") as lines:
-        if path.suffix == ".json" and lines.read(64).lstrip().startswith("["):
+        while (first := lines.read(64)).isspace():
+            pass
+        if path.suffix == ".json" and first.lstrip().startswith("["):
             yield from _read_array(path)
             return
         lines.seek(0)

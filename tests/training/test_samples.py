@@ -169,7 +169,7 @@ def test_read_what_datasets_saved(tmp_path):
 def test_half_a_character_is_a_question_mark_and_a_mark_at_the_beginning_is_none(tmp_path):
     rows = [{"instruction": "a \ud83d b", "output": "\U0001f389"}]
     (tmp_path / "a.jsonl").write_text("\ufeff" + json.dumps(rows[0]))
-    (tmp_path / "b.json").write_text("\ufeff" + json.dumps(rows))
+    (tmp_path / "b.json").write_text("\ufeff" + "\n" * 200 + json.dumps(rows))
     for name in ("a.jsonl", "b.json"):
         assert list(read_records(tmp_path / name)) == [{"instruction": "a ? b", "output": "\U0001f389"}]
 
