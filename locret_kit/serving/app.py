@@ -232,7 +232,7 @@ def make_app(server: Server) -> ASGIApp:
     if server.origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=sorted(server.origins), allow_methods=["*"], allow_headers=["*"],
-            expose_headers=["x-request-id", "x-max-tokens", "x-left-out"],
+            expose_headers=["x-request-id", "x-max-tokens", "x-left-out", "retry-after"],
         )  # fmt: skip
 
     @app.api_route("/health", methods=["GET", "HEAD"])

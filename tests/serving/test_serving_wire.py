@@ -440,6 +440,7 @@ def test_pages_of_known_origins(engine):
         assert before.status_code == 200 and before.headers["access-control-allow-origin"] == page["origin"]
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=page, timeout=300)
         assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == page["origin"]
+        assert "retry-after" in answer.headers["access-control-expose-headers"]
         other = httpx.post(f"{url}/v1/chat/completions", json=body, headers=page | {"origin": "https://evil.com"})
         assert other.status_code == 403 and "access-control-allow-origin" not in other.headers
         assert httpx.get(f"{url}/v1/models", headers={"host": "evil.com"}).status_code == 403
