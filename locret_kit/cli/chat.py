@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cache.file import SUFFIX, is_saved, read_record
-from ..config.infer_options import CHAT, ChatOptions
+from ..config.infer_options import CHAT, TEMPLATE, ChatOptions
+from ..config.schema import refuse
 from ..files import write_text
 from ..naming import first_line, nearest
 from ..settings import RunSettings
@@ -359,6 +360,7 @@ def run(args: ChatOptions) -> int:
     screen.greet("loading the model ...")
     if saved:
         document, chosen = open_document(str(file), args)
+        refuse(args, () if document.chat_template else TEMPLATE, "on a document that was read with --no-chat")
         model, tokenizer = document.model, document.tokenizer
     else:
         chosen = resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args.run)
