@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,12 +83,17 @@ def read_text(args: ReadOptions, text: Iterable[str]) -> Done:
 
 def append(target: Path, args: ReadOptions, text: Iterable[str]) -> Done:
     """The document in the file, with the text at its end."""
+    from ..documents.document import forgotten
     from .loading import open_document
 
     document, chosen = open_document(str(target), args)
     before, began = document.cache.get_seq_length(), time.perf_counter()
     source = Path("stdin" if args.file in (None, "-") else str(args.file))
-    document.append(chain([document.text.parting(source)], text), None if args.quiet else progress("read"))
+    pieces = [document.text.parting(source), *text]
+    if not args.text:  # as in read_text
+        (longer := document.text.copy()).feed(pieces)
+        forgotten(longer, document.cache.policy)
+    document.append(pieces, None if args.quiet else progress("read"))
     return document, chosen.names, document.cache.get_seq_length() - before, time.perf_counter() - began
 
 

@@ -216,8 +216,18 @@ def test_evidence_that_finds_nothing_says_why(use, tmp_path):
 
 def test_arguments_of_a_template_that_a_document_does_not_use_are_refused(use):
     assert use("read", "more.txt", "-o", "{out}/a.locret", "--ckpt", "heads", *RUN, "--no-chat")[0] == 0
-    said = use("ask", "{out}/a.locret", "Who?", "--template-kwargs", "{}")[::2]
-    assert said == (1, "locret-ask: --template-kwargs {} has no effect on a document that was read with --no-chat\n")
+    for name, words in (("ask", ["Who?"]), ("chat", [])):
+        status, _, err = use(name, "{out}/a.locret", *words, "--template-kwargs", "{}", stdin="Who?")
+        said = f"locret-{name}: --template-kwargs {{}} has no effect on a document that was read with --no-chat\n"
+        assert (status, err) == (1, said)
+
+
+def test_appended_text_that_cannot_be_left_out_is_refused_before_it_is_read(use, monkeypatch):
+    rereads = "--ckpt", "heads", "--policy", "rereading-locret", *RUN
+    assert use("read", "more.txt", "-o", "{out}/a.locret", *rereads)[0] == 0
+    monkeypatch.setattr(Document, "append", lambda *given: pytest.fail("it is read"))
+    status, _, err = use("read", "more.txt", "-o", "{out}/a.locret", "--append", "--no-text")
+    assert status == 1 and "it cannot be saved without its text" in err
 
 
 def test_arguments_that_a_template_has_before_the_text_are_read_with_it(use, tmp_path):
