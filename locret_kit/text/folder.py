@@ -32,7 +32,8 @@ def read_folder(
     Args:
         include: patterns as of a shell, such as ``*.py`` or ``src/**/*.py``, for a file's name or its path in the folder; none
             takes all.
-        note: called after the last piece, with a line each for files that are left out and for those that hold base64.
+        note: called after the last piece, with a line each for patterns that match nothing, for files that are left out, and for
+            those that hold base64.
 
     Raises:
         ValueError: no file of the folder is text, or matches ``include``. OSError: it cannot be read.
@@ -42,6 +43,7 @@ def read_folder(
     chosen = [path for path in every if not include or any(_matches(path, pattern) for pattern in include)]
     if every and not chosen:
         raise ValueError(f"include={' '.join(include)!r} matches none of the {len(every)} files in {folder}")
+    idle = [pattern for pattern in include if not any(_matches(path, pattern) for path in every)]
     left_out, encoded, texts = [], [], 0
     for path in chosen:
         if (text := _text(folder / path)) is None:
@@ -54,6 +56,8 @@ def read_folder(
     if not texts:
         among = f" among {len(chosen)}" if chosen else ", or git ignores all"
         raise ValueError(f"{folder} has no file with text{among}")
+    if idle:
+        note(f"{folder}: include={' '.join(idle)!r} matches no file")
     if left_out:
         note(f"{folder}: left out, since they are not plain text: {_names(left_out)}")
     if encoded:

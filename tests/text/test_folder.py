@@ -57,7 +57,9 @@ def test_without_git_hidden_files_alone_are_left_out(folder, monkeypatch):
 
 def test_patterns_are_of_the_name_or_the_path(folder):
     assert [*read_folder(folder, ["*.py"])] == READ[1:]
-    assert [*read_folder(folder, ["a/*", "b.*"])] == READ
+    notes = []
+    assert [*read_folder(folder, ["a/*", "b.*", "*.rs"], notes.append)] == READ
+    assert notes == [f"{folder}: include='*.rs' matches no file"]
     with pytest.raises(ValueError, match=r"^include='\*\.rs' matches none of the 8 files in "):
         [*read_folder(folder, ["*.rs"])]
 
