@@ -60,9 +60,9 @@ def read_curves(run: Path) -> dict[str, dict[int, float]]:
     return curves
 
 
-def write_curves(read: dict[str, dict[int, float]], target: Path) -> None:
-    """One row per step, one column per tag."""
-    curves = pandas.DataFrame(read).sort_index()
+def write_curves(read: dict[str, dict[int, float]], steps: int, target: Path) -> None:
+    """One row per step up to ``steps``, one column per tag. A run that went on from an earlier state had made more."""
+    curves = pandas.DataFrame(read).sort_index().loc[:steps]
     tags = sorted(curves, key=lambda tag: (tag != "loss", "layer" in tag, tag))
     form = {"index_label": "step", "float_format": "%.5g", "lineterminator": "\r\n"}
     write_beside(target, lambda path: curves.to_csv(path, columns=tags, **form))
@@ -272,7 +272,7 @@ def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, saves: SaveEvery
     curves = read_curves(out)
     recall = curves.get("val/recall", {}).get(cfg.optim.steps)
     write_json(folder / TRAINING, trained_with(cfg, data.set_aside, cfg.optim.steps, recall))
-    write_curves(curves, folder / "curves.csv")
+    write_curves(curves, cfg.optim.steps, folder / "curves.csv")
     return folder
 
 

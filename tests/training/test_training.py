@@ -24,7 +24,7 @@ from locret_kit.samples.records import to_messages
 from locret_kit.samples.synthetic import synthetic_sample
 from locret_kit.training import fit
 from locret_kit.training.data import Samples, Share
-from locret_kit.training.fit import read_curves
+from locret_kit.training.fit import read_curves, write_curves
 from locret_kit.training.module import HeadTraining
 
 SETTINGS = ["recipe=tiny", "data.max_tokens=512", "trainer.accelerator=cpu", "data.val_samples=2"]
@@ -99,6 +99,11 @@ def test_curves_are_of_one_run_where_another_lies_in_its_folder(tmp_path):
         with SummaryWriter(str(out / "tensorboard")) as writer:
             writer.add_scalar("loss", loss, 1)
     assert read_curves(tmp_path) == {"loss": {1: 1.0}}
+
+
+def test_curves_end_with_the_run_that_went_on_from_an_earlier_state(tmp_path):
+    write_curves({"loss": {1: 2.0, 2: 1.5, 3: 1.0}}, 2, tmp_path / "curves.csv")
+    assert (tmp_path / "curves.csv").read_text().split() == ["step,loss", "1,2", "2,1.5"]
 
 
 def test_the_board_shows_layers_pictures_text_and_settings(backbone, tmp_path, monkeypatch, show):
