@@ -29,6 +29,15 @@ ROLES = {name: name for name in ("system", "user", "assistant")}
 ROLES |= {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant")}
 
 
+def has_splits(source: str) -> bool:
+    """Whether a source is a data set with splits, from the Hub or saved by ``datasets``."""
+    return _is_saved(Path(source)) or not Path(source).exists()
+
+
+def _is_saved(path: Path) -> bool:
+    return any(all((path / name).is_file() for name in names) for names in SAVED)
+
+
 def read_records(
     source: str | Path, *, split: str = "train", broken: Callable[[str], object] | None = None
 ) -> Iterator[dict]:
@@ -46,7 +55,7 @@ def read_records(
             or, without ``broken``, a line that is no JSON object; has file and line.
     """
     path = Path(source)
-    if any(all((path / name).is_file() for name in names) for names in SAVED):
+    if _is_saved(path):
         return _read_saved(path, split)
     if path.is_dir():
         files = files_below(path, SUFFIXES)

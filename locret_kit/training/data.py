@@ -29,7 +29,7 @@ from ..policies.grammar import parse_source
 from ..policies.registry import parts_named
 from ..samples import Sample, encode_chat, overlap
 from ..samples.haystack import TEXTS
-from ..samples.records import SCHEMAS, WHOLE, is_unknown, read_records, to_messages
+from ..samples.records import SCHEMAS, WHOLE, has_splits, is_unknown, read_records, to_messages
 from ..samples.study import Write
 from .made import DRAWS, Code, Made, SelfStudy, nobody
 
@@ -302,8 +302,10 @@ class Samples:
             made = cast(Made | None, parse_source(name))
             self.sources[name] = made.open(*given) if made else Records(name, data, tokenizer, drawn)
         kinds = {type(one) for one in self.sources.values()}
-        for setting, others in (("texts", {Records, Code, SelfStudy}), ("lengths", {Records})):
-            if kinds <= others and (value := getattr(data, setting)) != getattr(DataConfig(), setting):
+        whole = not any(isinstance(one, Records) and has_splits(one.name) for one in self.sources.values())
+        idle = {"texts": kinds <= {Records, Code, SelfStudy}, "lengths": kinds <= {Records}, "split": whole}
+        for setting in filter(idle.get, idle):
+            if (value := getattr(data, setting)) != getattr(DataConfig(), setting):
                 print(f"warning: data.{setting}={value} has no effect on {data.sources=}", file=sys.stderr)
         self.names = list(data.sources)
         self._places: list[tuple[str, int]] = []  # source of each index so far, and how many before it are from there

@@ -203,12 +203,12 @@ def test_settings_without_effect_are_said(tmp_path, capsys):
     (tmp_path / "code.py").write_text("class Alone(Exception):\n    pass\n")
     source = jsonl(tmp_path / "records.jsonl", [record(n) for n in range(4)])
     for sources, idle in (
-        ((source,), ["texts", "lengths"]),
-        ((source, "synthetic"), []),
-        ((source, f"code({tmp_path})"), ["texts"]),
+        ((source,), ["texts", "lengths", "split"]),
+        ((source, "synthetic"), ["split"]),
+        ((source, f"code({tmp_path})"), ["texts", "split"]),
     ):
         capsys.readouterr()
-        samples_of(*sources, val_samples=0, texts=["jargon"], lengths=[400])
+        samples_of(*sources, val_samples=0, texts=["jargon"], lengths=[400], split="test")
         said = [line for line in capsys.readouterr().err.splitlines() if "has no effect on data.sources=" in line]
         assert [line.partition("=")[0] for line in said] == [f"warning: data.{setting}" for setting in idle]
 
