@@ -26,6 +26,10 @@ DIGITS = 40
 """Digits of a number in a row, at most: JSON has no bound, and small models find no end."""
 
 
+class TooLarge(RuntimeError, ValueError):
+    """A schema that is found too large while its answer is written: the request's fault, which ends that answer alone."""
+
+
 class Grammar:
     """The tokens that a grammar allows next in one answer: see ``Sampling.constrain``.
 
@@ -38,9 +42,10 @@ class Grammar:
         self._row = 0
 
     def allowed(self, vocabulary: int) -> torch.Tensor:
-        """Mask [V] (bool) of the tokens that may come next. Raises RuntimeError if the grammar exceeds the library's limits."""
+        """Mask [V] (bool) of the tokens that may come next. Raises TooLarge if the grammar exceeds the library's limits."""
         if self._matcher.is_error():
-            raise RuntimeError(f"the grammar of the answer: {first_line(ValueError(self._matcher.get_error()))}")
+            said = first_line(ValueError(self._matcher.get_error()))
+            raise TooLarge(f"the schema cannot be followed: {said}")
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
         allowed_V = np.zeros(vocabulary, np.uint8)  # a vocabulary is often padded, and a mask too
         allowed_V[: len(bits)] = bits[:vocabulary]

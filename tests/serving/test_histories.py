@@ -339,6 +339,7 @@ def test_unknown_formats_are_notes(url, caplog):
     ({"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]},
      "pattern '^(?!^[-+.]*$)[+-]?0*[0-9]*\\\\.?[0-9]*$': look-around"),
     ({"type": "string", "pattern": "("}, "pattern '(': unclosed"),
+    ({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(600)}}, "max is 2000"),
 ])  # fmt: skip
 def test_schemas_that_are_not_followed_say_why(url, schema, words):
     answer = chat(url, [ASK], response_format={"type": "json_schema", "json_schema": {"schema": schema}})
