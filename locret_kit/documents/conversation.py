@@ -226,7 +226,8 @@ class Chat:
         now, chat = self._now, self.document is None or self.document.chat_template
         new = ids_after(self.tokenizer, render_turn(self.tokenizer, question, chat=chat))
         newest = self._markers(len(now.ids), new) if chat and "markers" in read_protect(cache.settings.protect) else ()
-        if cache.context.outgrown(len(now.ids) + len(new)):
+        # Layers that lose their state between pieces of a text read all of it again, and hold none of a document.
+        if cache.context.outgrown(len(now.ids) + len(new)) or not cache.context.description.in_pieces:
             cache = self._rebuild(len(now.ids) + len(new))
         for span in now.newest:
             cache.unpin(*span)
@@ -310,8 +311,9 @@ class Chat:
             return _State(ids, asked.cache, [*now.turns, turn], pinned)
         if now.cache is None and self.document is not None:
             start = self.document.tokens
-            cache = self._with_history(cache, start)
-            pinned = (*pinned, (0, start))
+            if cache.context.description.in_pieces:
+                cache = self._with_history(cache, start)
+                pinned = (*pinned, (0, start))
         if self.thoughts == "pinned" and answer.thought is not None:
             begin = len(answer.ids)
             earlier = [span for span in thoughts if span[0] != begin]

@@ -6,9 +6,13 @@ from itertools import accumulate
 import pytest
 import torch
 from read_texts import SETTINGS, kept, parts, read, text_of
+from tiny_decoders.needed import Sizes
+from tiny_decoders.rows import rows
+from tiny_decoders.shrink import tiny_decoder
 
-from locret_kit import Chat
-from locret_kit.runtime.session import Sampling
+from locret_kit import BoundedCache, Chat, Document
+from locret_kit.backbones.libraries import ASKED_FOR_STATES
+from locret_kit.runtime.session import Answer, Sampling
 from locret_kit.settings import RunSettings
 from locret_kit.text.template import render_turn
 
@@ -29,6 +33,25 @@ def test_a_conversation_in_a_large_cache_is_the_models_own():
     ids, ends = list(chat.ids), [turn.end for turn in chat.turns]
     for at in (at for end in ends for at in range(end - 4, end)):
         assert int(model(input_ids=torch.tensor([ids[:at]])).logits[0, -1].argmax()) == ids[at]
+
+
+@pytest.mark.skipif(not ASKED_FOR_STATES, reason="layers with a state are not supported")
+def test_layers_that_lose_their_state_read_each_turn_again():
+    """As Bamba's do between pieces of a text; about a document too, which is not pinned then."""
+    sizes, tokenizer = Sizes(vocab=400), parts()[1]
+    model = tiny_decoder(*rows(sizes)["bamba"], sizes, 0).double()
+    run = RunSettings(budget=96, chunk=32)
+    chat = Chat(model, tokenizer, settings=run, policy="streaming", max_new_tokens=4)
+    for question in ("Who?", "When?"):
+        list(chat.say(question))
+    ids = chat.answer.ids
+    cache = BoundedCache(run, "streaming", prompt_length=len(ids))
+    str(fresh := Answer(model, tokenizer, ids, cache, max_new_tokens=4))
+    assert chat.answer.tokens == fresh.tokens
+    chat = Document.read(model, tokenizer, text_of(200), run, "streaming").chat(64, max_new_tokens=4)
+    for question in ("Who?", "When?"):
+        list(chat.say(question))
+    assert [turn.start > 200 for turn in chat.turns] == [True, True] and max(chat.cache.kept_rows) <= 96 + 64 + 32
 
 
 @pytest.mark.parametrize(
