@@ -265,9 +265,7 @@ class EngineThread:
                 self._admission.active.remove(request)
             if request.search is not None and request.cache is not None:
                 request.search.end(request.cache)
-            # One that its client left goes on too, from what was written.
-            begun = sequence.error is None and bool(sequence.written)
-            cache, reusable = request.cache, request.reusable and (begun or sequence.finish_reason == "stop")
+            cache, reusable = request.cache, request.reusable and self._goes_on(sequence, request.cache)
             if request.drops_thoughts:
                 cache, reusable = request.next_cache, request.reusable
             ended = cache is None or cache.state.unfinished or bool(cache.reread_positions)
@@ -277,6 +275,13 @@ class EngineThread:
                 )
                 self._parked.park(request, cache, read)
             request.cache = request.next_cache = request.document = None
+
+    def _goes_on(self, sequence: Sequence, cache: BoundedCache | None) -> bool:
+        """Whether the cache of an answer that has ended may go on: also where its client left, from what was written or, for
+        whoever asks again, from what was read."""
+        if cache is None or sequence.finish_reason != "cancelled" or sequence.written:
+            return sequence.finish_reason in ("stop", "length", "cancelled")
+        return cache.get_seq_length() > 0 and not (self._stopping or cache.state.needs_reread)
 
     def _update_thoughts(self, request: ServerRequest, cache: BoundedCache, sequence: Sequence) -> None:
         """Copy the cache where thoughts are dropped, up to the last boundary before which later prompts evict alike. Where they

@@ -65,8 +65,8 @@ class Sessions:
         about = request.owner, request.document_id
         best = request.prompt.longest((key for parked in self.parked.values() for key in parked.keys), *about)
         tokens = len(request.prompt.ids)
-        grown = best is not None and self.parked[best.name].cache.context.outgrown(tokens + best.skipped)
-        best, lookup = None if grown else best, request.lookup
+        fits = best is not None and _fits(self.parked[best.name].cache, tokens + best.skipped)
+        best, lookup = best if fits else None, request.lookup
         if self.store is None or lookup.load_tries >= MAX_LOADS:
             return best
         if lookup.store_version != self.store.version:
@@ -89,7 +89,8 @@ class Sessions:
         keys = {unnamed(len(ids), hash_ids(ids), skipped) for ids, skipped in read}
         fresh = known if known and known not in self.parked else f"session_{secrets.token_hex(16)}"
         name = next((name for name, held in self._held(request.owner).items() if held == keys), fresh)
-        exact = cache is request.cache and not request.lookup.skipped
+        answered = request.sequence is not None and bool(request.sequence.written or request.sequence.stopped_by)
+        exact = answered and cache is request.cache and not request.lookup.skipped
         whole = request.prompt.hash(len(request.prompt.ids)) if exact else ""
         named = tuple(replace(key, name=name) for key in keys)
         parked = self.parked[name] = ParkedSession(named, cache, whole, settled=self.store is None)
@@ -118,7 +119,7 @@ class Sessions:
                 cache = self.store.load(key)
             except Exception:  # the store has caught what a file can do
                 LOG.exception("a session could not be loaded")
-            if cache is not None and cache.context.outgrown(len(request.prompt.ids) + key.skipped):
+            if cache is not None and not _fits(cache, len(request.prompt.ids) + key.skipped):
                 cache = None
             with self._changed:
                 lookup.loading, request.cache = False, cache
@@ -163,3 +164,8 @@ class Sessions:
             threads.shutdown()
         if self.store is not None:
             self.store.close()
+
+
+def _fits(cache: BoundedCache, tokens: int) -> bool:
+    """Whether a cache may go on with a prompt of so many tokens: no fewer than one that it has read a part of."""
+    return tokens >= (cache.schedule.prompt_length or 0) and not cache.context.outgrown(tokens)

@@ -64,21 +64,28 @@ def test_a_stop_text_ends_an_answer_and_its_conversation_goes_on(engine):
     assert ask(engine, "bert", longer).sequence.tokens == again.sequence.tokens
 
 
-def test_a_cancelled_answer_goes_on_from_what_was_written(engine):
-    ids, ended = random_ids(150, 3), threading.Event()
-    request = new_request(ids, 60, owner="anna")
+@pytest.mark.parametrize("written", [0, 3])
+def test_a_cancelled_answer_goes_on_from_what_was_read_and_written(engine, written):
+    """A shorter prompt than one that was read in part, whose tail begins earlier, is read by itself."""
+    ids, owner, ended = random_ids(300, 3), f"anna{written}", threading.Event()
+    request = new_request(ids, 60, owner=owner)
 
     def change() -> None:
-        if len(request.sequence.written) == 3:
-            engine.cancel(request)
         if request.sequence.finish_reason is not None:
             ended.set()
+        elif len(request.sequence.written) == written and request.cache.get_seq_length() >= 128:
+            engine.cancel(request)
 
     request.on_change = change
     engine.submit(request)
     assert ended.wait(300) and request.sequence.finish_reason == "cancelled"
-    again = ask(engine, "anna", ids + array("i", request.sequence.written) + random_ids(20, 2))
-    assert again.cached_tokens == len(ids) + 2
+    if written:
+        again = ask(engine, owner, ids + array("i", request.sequence.written) + random_ids(20, 2))
+        assert again.cached_tokens == 302
+    else:
+        assert ask(engine, owner, ids[:200]).cached_tokens == 0
+        again, other = (ask(engine, name, ids) for name in (owner, "bert"))
+        assert again.cached_tokens == 128 and again.sequence.written == other.sequence.written
 
 
 def test_evictions_are_counted_once():
