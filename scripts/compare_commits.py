@@ -62,11 +62,11 @@ def draw(n: int, seed: int) -> list[tuple[str, str, list[str]]]:
         words = [
             f"tasks=[{task}]", f"policies=[{policy}]", f"lengths=[{length}]", f"budgets=[{budget}]", "haystacks=[jargon]",
             "samples=1", "keep=1", f"seed={pick.randrange(1000)}", f"ckpt=[{HEADS}]", "dtype=float32", f"model={BACKBONE}",
-            "chunk=256",
         ]  # fmt: skip
+        one_shot = i % 7 == 6 and policy not in ("rereading-locret", "windowed-locret")
+        words += ["one_shot=true" if one_shot else "chunk=256"]
         words += ["kv_bits=4"] * (i % 3 == 1 and policy not in UNQUANTISED)
-        words += ["one_shot=true"] * (i % 7 == 6 and policy not in ("rereading-locret", "windowed-locret"))
-        name = f"{policy:<22} {task:<18} {length:>5} tokens, {budget} slots {' '.join(words[12:])}"
+        name = f"{policy:<22} {task:<18} {length:>5} tokens, {budget} slots {' '.join(words[11:])}"
         found.append((name, policy, words))
     return found
 
